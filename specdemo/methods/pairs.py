@@ -5,6 +5,7 @@ Targets are loaded here too, with an error that names the method if the source i
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -16,6 +17,7 @@ from specdemo.methods.vocabularies import VocabBridge
 from specdemo.models import load
 from specdemo.models.checkpoints import open_meta_checkpoint
 from specdemo.models.errors import checkpoint_errors
+from specdemo.models.gguf_files import local_header
 from specdemo.models.local_models import DrafterFit
 from specdemo.models.ref import ModelRef
 
@@ -50,7 +52,19 @@ def outline(name: ModelRef) -> Target:
     return load.load_target(name) if name.gguf else load.load_meta_target(name)
 
 
+HEADS_READ = {"eagle3": "eagle", "dflash": "dflash"}  # architecture of a GGUF file -> the method that reads it
+GGUF_HEADS = ("mtp", *HEADS_READ.values())
 LEAST_OVERLAP = 0.1  # share of the target's tokens below which almost no draft is accepted
+
+
+def gguf_head(name: ModelRef, target: str) -> str:
+    """Return the method that reads a GGUF file as a head: of EAGLE-3 and DFlash, and of a prediction layer that is
+    alone or the target's own; empty for a model and for a file that is not here."""
+    with suppress(ValueError):
+        if header := local_header(name):
+            layer = header.prediction_layer and (header.prediction_only or name == target)
+            return HEADS_READ.get(header.architecture, "mtp" if layer else "")
+    return ""
 
 
 def _gguf_head_fit(target: Target, drafter: ModelRef, name: str) -> DrafterFit:
@@ -68,9 +82,9 @@ def check_pair(target: Target, drafter: ModelRef, method_name: str | None = None
 
     Raises ValueError when the drafter's files cannot be opened.
     """
-    if method_name in ("mtp", "eagle", "dflash") and drafter.gguf:
-        return _gguf_head_fit(target, drafter, method_name)
-    checkpoint = None if drafter.gguf else open_meta_checkpoint(drafter)  # a head in GGUF is no file of ours
+    if drafter.gguf and (head := method_name if method_name in GGUF_HEADS else gguf_head(drafter, target.name)):
+        return _gguf_head_fit(target, drafter, head)
+    checkpoint = None if drafter.gguf else open_meta_checkpoint(drafter)
     try:
         with checkpoint_errors(drafter):
             name = "draft_model" if checkpoint is None else method_name or detect_method(checkpoint)

@@ -12,7 +12,6 @@ from specdemo.engine.comparison import Lane
 from specdemo.methods import detect_method
 from specdemo.models.errors import checkpoint_errors
 from specdemo.models.gguf_files import check_files, fetch_parts, has_chat_template, local_header
-from specdemo.models.gguf_header import Header
 from specdemo.models.packaged import DOWNLOADS
 from specdemo.models.ref import SUFFIX, ModelRef
 from specdemo.presets.files import DEFAULT, Preset, load_presets, preset, read_yaml
@@ -25,7 +24,6 @@ CORRECTING = (  # an adaptive lane loses little where nothing is copied
     Lane(method="suffix", k=COPIED),
     Lane(method="adaptive", k=COPIED, options={"drafter": "ngram"}),
 )
-HEADS_READ = {"eagle3": "eagle", "dflash": "dflash"}  # architecture of a GGUF file -> the method that reads it
 OWN_LENGTH = 3  # draft length of a prediction layer, trained for the next token
 QUESTION = "Explain to a ten-year-old why the sky is blue, in six sentences."
 TASKS = {  # name -> kind of work, whose first prompt it is, and the prompt's end for a model without a chat template
@@ -148,7 +146,7 @@ def run(
 
 def drafter_method(target: ModelRef, draft: ModelRef | None) -> str:
     """Return the method of the drafter. Raises ValueError if one of the models is unusable, or they do not fit."""
-    from specdemo.methods.pairs import check_pair, outline
+    from specdemo.methods.pairs import check_pair, gguf_head, outline
 
     head = gguf_head(draft, target) if draft and draft.gguf else ""
     for name in filter(None, (target, None if head else draft)):
@@ -169,24 +167,9 @@ def drafter_method(target: ModelRef, draft: ModelRef | None) -> str:
 
 def has_prediction_layer(name: ModelRef) -> bool:
     """Return True for a GGUF file on this machine that states a prediction layer."""
-    return bool(name.gguf and (header := _header_here(name)) and header.prediction_layer)
-
-
-def gguf_head(name: ModelRef, target: ModelRef) -> str:
-    """Return the method that reads a GGUF file as a head: of EAGLE-3 and DFlash, and of a prediction layer that is
-    alone or the target's own; empty for a model and for a file that is not here."""
-    header = _header_here(name)
-    if header is None:
-        return ""
-    if header.architecture in HEADS_READ:
-        return HEADS_READ[header.architecture]
-    return "mtp" if header.prediction_layer and (header.prediction_only or name == target) else ""
-
-
-def _header_here(name: ModelRef) -> Header | None:
     with suppress(ValueError):
-        return local_header(name)
-    return None
+        return bool(name.gguf and (header := local_header(name)) and header.prediction_layer)
+    return False
 
 
 def _check_gguf(name: ModelRef) -> None:
