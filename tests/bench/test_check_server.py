@@ -160,7 +160,7 @@ def test_a_near_tie_passes_and_an_unknown_margin_does_not(capsys):
         with answering(second=-0.2) as plain:
             code, result = checked(capsys, plain.address, wrong.address, "--prompts", "2")
             assert (code, result["rows"][0]["output"]) == (0, TIE)
-            assert "1 part at near-ties of at most 0.190 nats" in result["remarks"][0]
+            assert "1 of 2 texts are identical; 1 part at near-ties of at most 0.190 nats" in result["remarks"][0]
             assert checked(capsys, plain.address, wrong.address, "--prompts", "2", "--margin", "0.1")[0] == 1
         with answering(logprobs="") as silent:
             code, result = checked(capsys, silent.address, wrong.address, "--prompts", "2")
@@ -211,6 +211,7 @@ def test_the_same_tokens_are_identical_whatever_their_text(capsys):
         for servers in ((plain, other), (other, plain), (plain, drafting), (drafting, plain)):
             code, result = checked(capsys, *(server.address for server in servers), "--prompts", "1")
             assert (code, result["rows"][0]["output"]) == (0, IDENTICAL)
+            assert len(result["remarks"]) == 2  # no option where nothing differs
     changed = [*halves[:3], (" c", [5])]
     with of_tokens(*held, likely={" b": -0.5, " c": -3.0}) as plain, of_tokens(*changed) as wrong:
         row = checked(capsys, plain.address, wrong.address, "--prompts", "1")[1]["rows"][0]

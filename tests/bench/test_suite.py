@@ -447,6 +447,14 @@ def test_quantised_weights_take_what_they_are_counted_for(bits):
     assert torch.isfinite(target.start(torch.arange(1, 9)[None]).logits).all()
 
 
+@pytest.mark.parametrize(
+    "name, billions", [("llama-1b", 1.24), ("llama-8b", 8.03), ("qwen3-8b", 8.19), ("qwen3-32b", 32.8)]
+)
+def test_shapes_have_the_sizes_of_their_models(name, billions):
+    """The sizes are those of the public model cards."""
+    assert shape(name).parameters / 1e9 == pytest.approx(billions, rel=0.01)
+
+
 def test_an_unknown_shape_is_refused_with_the_nearest():
     with pytest.raises(ValueError, match="did you mean 'llama-8b'"):
         shape("lama-8b")

@@ -382,7 +382,8 @@ def test_closing_the_tab_stops_training(trainer):
     assert trainer.stopped
 
 
-def test_engine_is_locked_during_training(trainer):
+def test_engine_is_locked_during_training(trainer, monkeypatch):
+    monkeypatch.setattr("specdemo.ui.job.SILENT_S", 0.1)
     lock = session().lock
     training = Training("medusa", 1.0)
     with lock:
