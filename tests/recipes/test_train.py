@@ -155,6 +155,8 @@ def test_lessons_progress_from_text_to_labels_to_samples() -> None:
     tokens, _, probs = lessons(0.9, 0)
     assert tokens.shape == (2, 8) and int(tokens[0].max()) < 1000 <= int(tokens[1].min())
     assert float(probs[0, 0, 0]) == pytest.approx(0.5 * (1 - lessons.lean) + lessons.lean, abs=1e-3)
+    for progress in (0.0, 0.4, 0.8):  # they depend on the progress and the step alone
+        assert all(torch.equal(a, b) for a, b in zip(lessons(progress, 5), lessons(progress, 5), strict=True))
 
 
 def test_every_row_comes_once_in_an_epoch() -> None:
