@@ -206,6 +206,14 @@ def test_what_is_wrong_with_a_head_is_named(tmp_path, capsys, monkeypatch):
     assert "lm_heads.1.weight is zero everywhere, as if it had not been trained." in shown
 
 
+def test_head_with_a_damaged_config_does_not_fit(stories, tmp_path):
+    shutil.copytree(embedded_folder() / "stories-medusa", tmp_path / "head")
+    config = json.loads((tmp_path / "head" / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "head" / "config.json").write_text(json.dumps(config | {"architectures": True}), encoding="utf-8")
+    pair = check_pair(stories, ModelRef(tmp_path / "head"))
+    assert pair.fits is False and "cannot be read" in pair.reason
+
+
 def test_a_drafter_of_one_thinking_mode_is_named(stories, monkeypatch):
     known = preset("embedded-medusa").with_changes(thinking="off", lanes=[{"method": "medusa", "model": "org/head@1"}])
     monkeypatch.setattr("specdemo.presets.files.load_presets", lambda: {known.id: known})
