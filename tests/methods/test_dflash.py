@@ -715,3 +715,10 @@ def test_fresh_mask_token_never_occurs_in_text(target):
     assert DFlash.fresh(padded).convention.mask_token_id == 50
     assert DFlash.fresh(target).convention.mask_token_id == target.stop_token_ids[0] == 2
     assert DFlash.fresh(ToyTarget()).convention.mask_token_id == 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_files_of_known_families_have_one_convention(target, tmp_path, name):
+    case = CASES[name]()
+    head = DFlash.load(folder_with(tmp_path, case.tensors, case.config), target)
+    assert len(head.conventions) == 1 and not head.note
