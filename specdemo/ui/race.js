@@ -336,7 +336,6 @@ function finish() {
   showPlayback();
 }
 
-const LOOKUPS = ["ngram", "suffix", "adaptive"]; // methods that need no model
 const MOST_LANES = 3; // besides the baseline
 
 // Offers at most two races that may be faster, where this page can run them.
@@ -349,7 +348,7 @@ function drawNext() {
   });
   const slower = drafted.every(({ comparison }) => comparison?.word === "slower");
   const next = drafted.length + 1;
-  if (slower && next <= MOST_LANES && !drafted.some(({ method }) => LOOKUPS.includes(method))) {
+  if (slower && next <= MOST_LANES && drafted.every(({ options }) => options?.model)) {
     buttons.push(clickable("sd-try", "Race prompt lookup on this text", () => toRace("change", { lanes: next, [`method${next}`]: "ngram" })));
   }
   if (slower) buttons.push(clickable("sd-try", "Find what pays", () => tab("tune").click()));

@@ -380,7 +380,7 @@ def test_a_slow_run_offers_a_shorter_draft_and_a_lookup(display):
     }""")
     row = {"speedup": 0.7, "word": "slower", "advice": {"k": 2, "speed": "1.32×"}}
     trace = hostile_trace()
-    trace.lanes[1].method = "draft_model"
+    trace.lanes[1].options["model"] = "stories-draft"
     log = Log().add([*replay(trace)][:-1])
     log += to_line({"type": "end", "finish": "done", "comparison": [row]})
     display.show(
