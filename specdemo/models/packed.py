@@ -381,6 +381,8 @@ def choose_layout(linears: Sequence[nn.Linear], free_bytes: int = 0) -> Layout:
     """
     weights = [linear.weight for linear in linears]
     size = sum(weight.nbytes for weight in weights)
+    if any(weight.is_meta for weight in weights):  # an outline; the result for these shapes is for real weights
+        return PLAIN
     if size < LEAST_BYTES or not device_kind(weights[0].device).host or not torch.backends.mkldnn.is_available():
         return PLAIN
     if len({weight.dtype for weight in weights}) > 1 or weights[0].dtype not in (torch.float32, torch.bfloat16):

@@ -202,6 +202,17 @@ def test_nothing_is_packed_without_the_private_operations(monkeypatch, dtype):
     assert module.choose_layout([torch.nn.Linear(8, 8).to(dtype)]) == module.PLAIN
 
 
+def test_an_outline_neither_takes_nor_leaves_the_layout_of_its_shapes(monkeypatch):
+    monkeypatch.setattr(module, "LEAST_BYTES", 0)
+    monkeypatch.setattr(module.Layout, "measured", {})
+    monkeypatch.setattr(module, "_measured_layout", lambda linears, copies: module.Layout(packed=True))
+    outline = torch.nn.Sequential(torch.nn.Linear(32, 8, device="meta"))
+    assert type(pack(outline)[0]) is torch.nn.Linear
+    assert not module.Layout.measured
+    assert type(pack(torch.nn.Sequential(torch.nn.Linear(32, 8)))[0]) is PackedLinear
+    assert type(pack(outline)[0]) is torch.nn.Linear
+
+
 SECONDS = {("plain", 1): 1.0, ("plain", 5): 4.0, ("packed", 1): 1.2, ("packed", 4): 1.3, ("packed", 5): 1.4}
 
 
