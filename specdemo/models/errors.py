@@ -26,6 +26,10 @@ class Unreachable(ValueError):
     """The hub does not answer."""
 
 
+class WrongHistory(ValueError):
+    """A model does not continue a text from specdemo's cache as transformers does."""
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message that is not empty; without one, the name of its class."""
     return next((line for line in str(error).splitlines() if line.strip()), "") or type(error).__name__

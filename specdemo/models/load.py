@@ -38,7 +38,7 @@ from specdemo.models.checkpoints import check_finite
 from specdemo.models.cpu_plan import MEASURED, PROBE_TOKENS, CpuSettings
 from specdemo.models.cpu_threads import one_thread, thread_counts, threads
 from specdemo.models.devices import device_kind, same_kind
-from specdemo.models.errors import first_line, load_errors, tokenizer_errors
+from specdemo.models.errors import WrongHistory, first_line, load_errors, tokenizer_errors
 from specdemo.models.fused import fuse_layers
 from specdemo.models.gguf_files import check_files, fetch_parts
 from specdemo.models.gguf_tokenizer import GGUFTokenizer
@@ -122,14 +122,14 @@ def _given(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) ->
 
 def _check_history(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> str:
     """Return the sentence of `HFTarget.check_history`. Raises ValueError, one line, for a model without a usable
-    cache."""
+    cache, and WrongHistory for one that continues a text with other tokens."""
     start = f"{name} cannot run here: a {model.config.model_type} model"
     with _failing(f"{start} uses its cache in a way that specdemo's cache does not support"):
         try:
             return HFTarget(model, tokenizer, name).check_history()
         except ValueError as error:
             wrong = error
-    raise ValueError(f"{start} does not continue a text from specdemo's cache ({wrong}); choose another model")
+    raise WrongHistory(f"{start} does not continue a text from specdemo's cache ({wrong}); choose another model")
 
 
 @contextmanager
@@ -193,7 +193,16 @@ def load_model(
         _meta_target(name, folder)
     report(0.6, f"reading {name}")
     with _exclusive_build():
-        loaded = _read(name, folder, torch_device, precision, spread, kernels, cpu, notes)
+        try:
+            loaded = _read(name, folder, torch_device, precision, spread, kernels, cpu, notes)
+        except WrongHistory:
+            exact = replace(precision, dtype=torch.float32)
+            if dtype != "auto" or precision.bits or precision == exact:
+                raise
+            spread = check_memory(name, estimate_footprint(source, exact).weights, torch_device, exact)
+            report(0.8, f"reading {name} again, in float32")
+            why = f"dtype auto is float32: in {str(precision.dtype)[6:]} the model does not continue a stored text here"
+            loaded = _read(name, folder, torch_device, exact, spread, kernels, cpu, [why])
     report(1.0, f"{name} is ready")
     return loaded
 

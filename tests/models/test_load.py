@@ -26,6 +26,7 @@ from specdemo.models import auto_dtype, load, memory, sources
 from specdemo.models.checkpoints import open_checkpoint, open_meta_checkpoint
 from specdemo.models.cpu_plan import CpuSettings
 from specdemo.models.devices import device_map_summary
+from specdemo.models.errors import WrongHistory
 from specdemo.models.load import LoadedModel, load_meta_target, load_model, load_target
 from specdemo.models.memory import Precision, estimate_footprint
 from specdemo.models.pass_cost import chain_rounding
@@ -382,6 +383,29 @@ def test_auto_is_the_dtype_whose_plain_decoding_is_faster(
     why = [note for note in loaded.notes if note.startswith("dtype auto is ")]
     assert len(why) == (stored == "bfloat16") and all(note.startswith(f"dtype auto is {expected}: ") for note in why)
     assert load_target(str(copied), "float32", "cpu").dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_auto_is_float32_where_bfloat16_does_not_continue_a_text(folder, monkeypatch, dtype):
+    checked = []
+
+    def check(name, model, tokenizer):
+        checked.append(model.dtype)
+        if model.dtype == torch.bfloat16:
+            raise WrongHistory("no")
+        return ""
+
+    monkeypatch.setattr(load, "_check_history", check)
+    monkeypatch.setattr(load, "stored_dtype", lambda source: torch.bfloat16)
+    monkeypatch.setattr(load, "SAMPLE_BYTES", 0)
+    monkeypatch.setattr(load, "faster_precision", lambda *given, **more: (Precision(torch.bfloat16), "faster"))
+    if dtype != "auto":
+        with pytest.raises(WrongHistory):
+            load_model(str(folder), dtype, "cpu")
+        return
+    loaded = load_model(str(folder), dtype, "cpu")
+    assert loaded.model.dtype == torch.float32 and checked == [torch.bfloat16, torch.float32]
+    assert "dtype auto is float32: in bfloat16 the model does not continue a stored text here" in loaded.notes
 
 
 @pytest.mark.parametrize(
