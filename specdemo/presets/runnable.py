@@ -59,17 +59,23 @@ def _why_not_without_gpu(preset: Preset, memory_gb: float, machine: Machine) -> 
     return ""
 
 
-def nearest_runnable(preset: Preset, machine: Machine | None = None) -> Preset:
+def nearest_runnable(preset: Preset, machine: Machine | None = None, failed: bool = False) -> Preset:
     """Return the runnable preset with most of the same methods, then the same target, then fewest other methods, then
     the most similar title.
-    """
-    here = [other for other in load_presets().values() if other.server is None]
-    able = [other for other in here if not why_not(other, machine)]
 
-    def likeness(other: Preset) -> tuple[int, bool, int, int, float]:
+    failed: the preset could not be loaded. Then its model in another form comes first, of presets that need no
+    download.
+    """
+    local = [other for other in load_presets().values() if other.server is None]
+    able = [other for other in local if not why_not(other, machine)]
+    if failed:
+        able = [other for other in able if other.here and other.target != preset.target]
+
+    def likeness(other: Preset) -> tuple[int, int, bool, int, int, float]:
         mine, its = {*preset.methods}, {*other.methods}
-        words = _words(preset.title) & _words(other.title)
-        return len(mine & its), preset.target == other.target, -len(its - mine), len(words), other.memory_gb or 0.0
+        shared, words = len(mine & its), len(_words(preset.title) & _words(other.title))
+        same = preset.target == other.target
+        return failed * words, shared, same, -len(its - mine), words, other.memory_gb or 0.0
 
     return max(able, key=likeness)
 

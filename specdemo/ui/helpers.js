@@ -63,10 +63,10 @@ const drawValue = (show) => {
 };
 // Returns a sentence as nodes: the parts between backticks are code.
 const coded = (text) => sentence(text).split(/`(.+?)`/).map((part, i) => (i % 2 ? make("code", "", part) : part));
-// Shows an error as a sentence; hides the last one without a text.
-const showAlert = (text) => {
+// Shows an error as a sentence, with buttons behind it; hides the last one without a text.
+const showAlert = (text, ...buttons) => {
   $(".sd-alert").hidden = !text;
-  $(".sd-alert").replaceChildren(...coded(text));
+  $(".sd-alert").replaceChildren(...coded(text), ...buttons);
 };
 const hideMessages = () => {
   showAlert("");

@@ -135,7 +135,8 @@ let failure = ""; // reason why the last run did not start
 function failed(line) {
   forgetRun();
   failedSettings.key = (nextRun ?? run).key || settingsKey();
-  showAlert(line.text);
+  const { instead } = line;
+  showAlert(line.text, ...(instead ? [clickable("sd-try", `Run ${instead[1]} instead`, () => toRace("race", instead[0]))] : []));
   scrollIntoViewport($(".sd-alert"), "nearest");
   $(".sd-loading").hidden = true;
   if (nextRun) {
@@ -309,13 +310,21 @@ function badge() {
   const node = $(".sd-badge");
   const environment = run.start.environment || {};
   const { date, commit } = environment;
+  const facts = [...machine(environment), date, commit && `commit ${String(commit).slice(0, 7)}`];
+  const details = (run.recorded ? facts : machine(environment)).filter(Boolean).map((word) => String(word).slice(0, 60)).join(" · ");
   node.hidden = false;
   node.classList.toggle("sd-recorded", run.recorded);
-  const when = [date || "date unknown", commit ? `commit ${String(commit).slice(0, 7)}` : null];
-  const parts = run.recorded ? ["Recorded run", ...machine(environment), ...when] : machine(environment);
-  node.textContent = parts.filter(Boolean).map((word) => String(word).slice(0, 60)).join(" · ");
+  node.textContent = run.recorded ? recordedOn(environment) : details;
+  node.title = run.recorded ? details : "";
   const slogan = document.querySelector(".sd-slogan");
   if (slogan) slogan.textContent = run.start.same_bits ? "Same output, bit for bit" : "Same output";
+}
+
+/** Returns where and when a run was recorded, in words. */
+function recordedOn({ device, date }) {
+  const place = /EPYC|Xeon/.test(device) ? "a server CPU" : String(device ?? "another machine").slice(0, 40);
+  const day = new Date(`${date}T00:00Z`);
+  return `Recorded on ${place}${isNaN(+day) ? "" : `, ${day.toLocaleDateString("en-GB", { day: "numeric", month: "short", timeZone: "UTC" })}`}`;
 }
 
 function finish() {
@@ -387,6 +396,7 @@ function markOutdated() {
   const failed = Boolean(run.failure && run.start.lanes.length);
   const whose = failed && run.still ? "Recording of another machine" : outdated ? `Result of earlier settings: ${drafters(run.lanes)}` : "Result of the run before";
   $(".sd-headline").toggleAttribute("data-outdated", outdated && !failed);
+  for (const part of element.querySelectorAll(".sd-stage, .sd-headline")) part.toggleAttribute("data-recorded", Boolean(run.recorded));
   for (const part of element.querySelectorAll(".sd-stage")) part.toggleAttribute("data-outdated", outdated || failed);
   $(".sd-badge").hidden = outdated || failed || !run.start.lanes.length;
   $(".sd-outdated-label").hidden = !outdated && !failed;

@@ -21,12 +21,12 @@ from specdemo.presets import limits
 from specdemo.presets.files import DEFAULT, Preset, load_presets, preset
 from specdemo.presets.link import from_query, is_link, is_sweep, to_query, without_folders
 from specdemo.presets.recorded import recorded
-from specdemo.presets.runnable import why_not
+from specdemo.presets.runnable import nearest_runnable, why_not
 from specdemo.ui import space
 from specdemo.ui.controls import address, fill
 from specdemo.ui.job import ENTRY, LOST_S, Job, Jobs, Messages, Store, Values, Worker, opening, reason, refusal, to_line
 from specdemo.ui.setup import from_values, key, to_values
-from specdemo.ui.views import Failed, Shown, models_of, summary, view
+from specdemo.ui.views import Failed, Loading, Shown, models_of, summary, view
 
 
 def run(spec: Comparison, cancelled: Callable[[], bool], report: Callable[..., None]) -> Iterator[Shown]:
@@ -101,6 +101,7 @@ class Log(Job):
         self._models = {spec.target, *(name for lane in spec.lanes for name in lane.models)} if spec else set()
         self._own_before = before is not None and before.own
         self.failure = ""  # reason of the failure, if any
+        self._loading = False  # models are being loaded
 
     @property
     def trace(self) -> RunTrace | None:
@@ -128,8 +129,11 @@ class Log(Job):
         for message in messages:
             if isinstance(message, Started):
                 self._models = models_of(message.trace)
-            self.text += without_folders(to_line(view(message)), self._models)
+            instead = self._instead() if isinstance(message, Failed) else {}
+            self.text += without_folders(to_line(view(message) | instead), self._models)
             match message:
+                case Loading(share):
+                    self._loading = share < 1.0
                 case Started():
                     self.started, self._trace = True, ""
                 case Failed(text):
@@ -138,6 +142,13 @@ class Log(Job):
                     self._trace, self.finished = to_json(trace), True
                     self.is_chat = not self.recorded and bool(trace.lanes[0].messages)
         return self.text
+
+    def _instead(self) -> Values:
+        """Return id and title of a preset that runs here in place of one whose models could not be loaded."""
+        if self.spec is None or not self._loading:
+            return {}
+        other = nearest_runnable(preset(self.spec.id), failed=True)
+        return {"instead": [other.id, other.chip or other.title]}
 
     def result(self) -> dict[str, object]:
         """Return the finished run without its steps. Raises ValueError with one line if it did not finish."""

@@ -50,9 +50,9 @@ function leader() {
 
 /** Returns the line of the result: the server's for a finished run (core/headline.py), before that the speed-up of the fastest lane. */
 function headline() {
-  if (run.failure) return { tone: "bad", text: `Not run here: ${run.failure.replace(/^.* cannot run here: /, "").split(/; | \(/)[0]}` };
+  if (run.failure) return { tone: "bad", text: "Not run here" };
   const result = run.done ? run.end.headline : null;
-  if (result) return { tone: result.tone, text: result.caption };
+  if (result) return { tone: result.tone, text: run.still ? `Recording: ${result.caption}` : result.caption };
   const lane = leader();
   return { tone: "", text: lane ? `${lane.name} is ${speedup(lane).toFixed(2)}× as fast as plain decoding so far` : run.done ? "No result" : (run.hint ?? "No result yet") };
 }

@@ -8,6 +8,8 @@ import pytest
 from specdemo.core.tally import summarise
 from specdemo.core.trace import compare
 from specdemo.engine.messages import replay
+from specdemo.presets.files import preset
+from specdemo.presets.runnable import nearest_runnable
 from specdemo.ui import assets
 from specdemo.ui.job import refusal, to_line
 from specdemo.ui.race import Log, replayed, with_notes
@@ -310,11 +312,16 @@ def test_a_recording_stands_for_no_run_that_failed(display):
     display.pace("1")
     display.show(replayed(hostile_trace(), still=True).text)
     display.wait(3000)
-    assert display.read(".sd-badge")[0].startswith("Recorded run") and not display.read(grey)
-    display.show(Log().add([Loading(0.5, "loading a model"), Failed("no GPU here; choose another model")]))
+    assert display.read(".sd-badge.sd-recorded") == ["Recorded on Abacus <b>9000</b>, 20 Nov"] and not display.read(
+        grey
+    )
+    assert display.read(".sd-headline[data-recorded]")[0].startswith("Recording: ")
+    failed = Log(spec=preset("smollm2-chat"))
+    display.show(failed.add([Loading(0.5, "loading a model"), Failed("no GPU here; choose another model")]))
     display.wait(100)
-    assert display.read(".sd-alert") == ["No GPU here; choose another model"]
-    assert display.read(".sd-headline") == ["Not run here: no GPU here"] and display.read(".sd-headline b") == []
+    other = nearest_runnable(preset("smollm2-chat"), failed=True)
+    assert display.read(".sd-alert") == [f"No GPU here; choose another modelRun {other.chip} instead"]
+    assert display.read(".sd-headline") == ["Not run here"] and display.read(".sd-headline b") == []
     assert display.read(label) == ["Recording of another machine"] and len(display.read(grey)) == 2
     display.show(Log().add(replay(hostile_trace())))
     display.wait(3000)
@@ -342,7 +349,7 @@ def test_a_refusal_stays_until_the_settings_that_it_is_about_are_changed(display
 
 def test_before_the_first_result_its_place_says_what_happens(display):
     assert display.read(".sd-headline")[0].startswith("Ready. Press Run")
-    for last, words in ((None, ["Running. The result appears here."]), (Failed("no; try"), ["Not run here: no"])):
+    for last, words in ((None, ["Running. The result appears here."]), (Failed("no; try"), ["Not run here"])):
         display.show(Log().add(filter(None, [Loading(0.5, "loading a model"), last])))
         display.wait(100)
         assert display.read(".sd-headline") == words

@@ -260,6 +260,14 @@ def test_nearest_preset_uses_available_models():
     assert all(nearest_runnable(p, LARGE) == p for p in DOWNLOADED)
 
 
+def test_a_preset_that_could_not_be_loaded_is_replaced_by_another_form_of_its_model_that_is_here(monkeypatch):
+    made, machine = {"smollm2", "smollm2.gguf"}, Machine(0, False, 8, True)
+    monkeypatch.setattr("specdemo.presets.files.packaged.local", made.__contains__)
+    assert nearest_runnable(PRESETS["smollm2-chat"], machine, failed=True).id == "smollm2-gguf"
+    made.clear()
+    assert nearest_runnable(PRESETS["smollm2-chat"], machine, failed=True).embedded
+
+
 def test_page_reports_it(monkeypatch):
     monkeypatch.setattr("specdemo.presets.runnable.this_machine", lambda: NONE)
     data = json.loads(row_data(to_values(PRESETS["embedded-draft"]), ""))
