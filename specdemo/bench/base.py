@@ -106,7 +106,7 @@ def preset_field(default: str = DEFAULT) -> Any:
 
 
 class Suite(Settings):
-    """One measurement; its fields are its options. Suites with title and question appear on the page's Sweep tab."""
+    """One measurement; its fields are its options. Suites with title and question are among the page's sweeps."""
 
     name: ClassVar[str]
     title: ClassVar[str] = ""

@@ -2,6 +2,7 @@
   // Fixes the accessibility of Gradio's components. Radio buttons of a group get a common name and the group a label, so that
   // the Tab key stops once. Tabs are reached by arrow keys. An empty plot gets the role of an image. An open list of choices is
   // not a stop of the Tab key, and closes when the focus leaves it. Texts from right to left are aligned so.
+  const tabs = () => [...document.querySelectorAll("[role=tab]")].filter((tab) => tab.checkVisibility());
   const fix = () => {
     for (const set of document.querySelectorAll("fieldset.block")) {
       set.ariaLabel ??= set.querySelector("[data-testid=block-info]")?.textContent.trim();
@@ -11,7 +12,8 @@
     for (const box of document.querySelectorAll(".empty[aria-label]:not([role])")) box.role = "img";
     for (const list of document.querySelectorAll("ul[role=listbox]:not([tabindex])")) list.tabIndex = -1;
     for (const text of document.querySelectorAll("textarea:not([dir=auto]), .sd-text:not([dir])")) text.dir = "auto";
-    for (const tab of document.querySelectorAll("[role=tab]")) tab.tabIndex = tab.ariaSelected === "true" ? 0 : -1;
+    const stop = tabs().find(({ ariaSelected }) => ariaSelected === "true") ?? tabs()[0]; // a link in the footer selects no visible one
+    for (const tab of document.querySelectorAll("[role=tab]")) tab.tabIndex = tab === stop ? 0 : -1;
   };
   document.addEventListener("focusout", ({ target }) => {
     setTimeout(() => {
@@ -20,10 +22,9 @@
   });
   const list = document.querySelector("[role=tablist]");
   list.addEventListener("keydown", ({ key }) => {
-    const tabs = [...list.querySelectorAll("[role=tab]")];
     const by = { ArrowRight: 1, ArrowLeft: -1 }[key];
     if (!by) return;
-    const next = tabs[(tabs.indexOf(document.activeElement) + by + tabs.length) % tabs.length];
+    const next = tabs().at((tabs().indexOf(document.activeElement) + by) % tabs().length);
     next.click();
     next.focus();
   });

@@ -1,4 +1,4 @@
-"""The Lab tab: train a head for the target of the page, watch its loss, race it; compare drafts; test losslessness.
+"""Two cards: train a head for the target of the page, watch its loss, race it; and test losslessness.
 
 The losslessness test is a suite with the visitor's sampling settings and is shown as a sweep is. `recipes.train_live`
 yields lines of the log: `tick` with seconds, of_seconds, step, tokens, loss and agree_1, agree_2, ... as they become
@@ -115,15 +115,8 @@ class Lab(Jobs[Training]):
         return fill(page_preset().with_changes(lanes=[lane.model_dump()]), values)
 
 
-def draw(page: gr.Blocks, form: Controls, tab: gr.Tab, store: Store) -> None:
-    """Create the tab, inside the current Blocks."""
-    with gr.Column(elem_classes="card"):
-        _draw_training(page, form, tab, store)
-    with gr.Column(elem_classes="card"):
-        _draw_losslessness(tab, store)
-
-
-def _draw_training(page: gr.Blocks, form: Controls, tab: gr.Tab, store: Store) -> None:
+def draw_training(page: gr.Blocks, form: Controls, tab: gr.Tab, store: Store) -> None:
+    """Create the card of trainings, inside the current tab."""
     lab = Lab("training", store)
     able = not off()
     words = assets.text("lab.md").replace("@target", page_preset().target.label) + f"\n\n{off()}"
@@ -170,7 +163,8 @@ def begin(values: Values, last: Sweeping | None) -> Sweeping:
     return Sweeping.measuring(f"Losslessness, {chosen.id}", test.run, last)
 
 
-def _draw_losslessness(tab: gr.Tab, store: Store) -> None:
+def draw_losslessness(tab: gr.Tab, store: Store) -> None:
+    """Create the card of the test, inside the current tab."""
     assets.heading("lossless", assets.text("losslessness.md"), elem_id="losslessness-about")
     heat: Values = {"scale": 2, "min_width": 230}
     draws = look("Continuations", "continuations", 2, 230) | {"info": "per kind of decoding"}

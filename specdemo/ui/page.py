@@ -68,19 +68,22 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
                 form = _race_tab(page, visits, first, allow_any_model)
                 # clicked by the button below the results, in race.js
                 estimate_button = gr.Button("Estimate on an H100", elem_id="estimate")
-            with gr.Tab("Tune", id="tune"):
+            with gr.Tab("Find what pays", id="pays") as tab:
                 tune.draw(form, store)
-            with gr.Tab("Sweep", id="sweep") as tab:
                 sweep.draw(page, tab, store)
-            with gr.Tab("What if", id="what-if") as tab:
+            with gr.Tab("Other machines", id="machines") as tab:
                 whatif.draw(tab, estimate_button, whatif.Questions(visits.on_show, allow_any_model))
-            with gr.Tab("Lab", id="lab") as tab:
-                lab.draw(page, form, tab, store)
-            with gr.Tab("How it works", id="how"):
-                _how_tab()
+            with gr.Tab("How it works", id="how") as tab:
+                _figures()
+                with gr.Column(elem_classes="card"):
+                    lab.draw_losslessness(tab, store)
+            # opened by the links in the footer; style.css hides their tabs
+            with gr.Tab("Training", id="training") as tab, gr.Column(elem_classes="card"):
+                lab.draw_training(page, form, tab, store)
             with gr.Tab("Reference", id="reference") as tab:
                 reference = gr.Markdown(elem_id="reference", header_links=True)
             tab.select(assets.reference, None, reference, **QUIET)  # not part of what every visitor loads
+        gr.HTML(assets.text("footer.html"), elem_id="footer")
         _endpoints(allow_any_model)
         page.unload(store.forget_later)
     page.queue(status_update_rate=UPDATE_S, api_open=False, max_size=PLACES)
@@ -170,7 +173,7 @@ def _endpoints(allow_any_model: bool) -> None:
     gr.api(compare, api_name="compare", **ENGINE)
 
 
-def _how_tab() -> None:
+def _figures() -> None:
     """Draw five interactive figures from runs that ship with the project."""
     value = json_text({"lines": _first_steps(), "batch": _gain_by_batch()})
     assets.view("how.html", *assets.HOW, elem_id="how", value=value, later=True)

@@ -360,14 +360,14 @@ function drawNext() {
   if (slower && next <= MOST_LANES && drafted.every(({ options }) => options?.model)) {
     buttons.push(clickable("sd-try", "Race prompt lookup on this text", () => toRace("change", { lanes: next, [`method${next}`]: "ngram" })));
   }
-  if (slower) buttons.push(clickable("sd-try", "Find what pays", () => tab("tune").click()));
+  if (slower) buttons.push(clickable("sd-try", "Find what pays", () => tab("pays").click()));
   $(".sd-next").replaceChildren(...buttons.slice(0, 2));
   $(".sd-next").hidden = run.recorded || !buttons.length;
 }
 
 // Draws facts about the model, and a button that opens what a search for its best method has found, or else the tab with the search.
 function drawCard(facts, found) {
-  const search = found ? clickable("sd-find", "Race what was found →", () => toRace("open", found)) : clickable("sd-find", "What pays? Find out in 2 minutes →", () => tab("tune").click());
+  const search = found ? clickable("sd-find", "Race what was found →", () => toRace("open", found)) : clickable("sd-find", "What pays? Find out in 2 minutes →", () => tab("pays").click());
   $(".sd-card").replaceChildren(factList(facts), search);
   $(".sd-card").hidden = !facts.length;
 }

@@ -83,8 +83,19 @@ function raceChanged(changes) {
   document.getElementById("run").click(); // waits for the settings
 }
 
-// A fragment that names no tab is a section of the reference.
-const tabOf = (hash) => tab(hash.slice(1)) ?? (hash ? tab("reference") : document.querySelector("[role=tab]"));
+const tabOf = (hash) => tab(PLACES[hash.slice(1)]?.[0] ?? hash.slice(1)) ?? (hash ? tab("reference") : document.querySelector("[role=tab]"));
+
+function openPlace() {
+  const { hash } = location;
+  const part = PLACES[hash.slice(1)]?.[1];
+  const show = () => {
+    const node = document.getElementById(part);
+    if (node?.checkVisibility()) node.scrollIntoView();
+    else if (location.hash === hash) requestAnimationFrame(show); // Gradio draws a tab after it is opened
+  };
+  tabOf(hash)?.click();
+  if (part) show();
+}
 
 function onTab({ target }) {
   const chosen = target.closest?.("[role=tab]");
@@ -94,8 +105,16 @@ function onTab({ target }) {
   history[method](null, "", location.pathname + location.search + hash);
 }
 
+// Gradio gives the page a base address without the settings, so the browser would load the page again.
+function onFragment(event) {
+  const link = event.target.closest?.('a[href^="#"]');
+  if (!link) return;
+  event.preventDefault();
+  location.hash = link.getAttribute("href");
+}
+
 function onBack() {
-  tabOf(location.hash)?.click();
+  openPlace();
   const settings = settingsOf(location.search);
   if (settings !== shown) openSettings((shown = settings));
 }
@@ -112,8 +131,9 @@ document.addEventListener("specdemo:race", (/** @type {CustomEvent} */ { detail 
 document.addEventListener("specdemo:change", (/** @type {CustomEvent} */ { detail }) => raceChanged(detail));
 document.addEventListener("specdemo:open", (/** @type {CustomEvent} */ { detail }) => openLink(detail));
 document.addEventListener("click", onTab);
+document.addEventListener("click", onFragment);
 addEventListener("popstate", onBack);
 menu.append(...props.examples.map(([title, id]) => new Option(title, id)));
 watch("value", read);
 read();
-tabOf(location.hash)?.click();
+openPlace();

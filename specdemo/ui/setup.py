@@ -190,7 +190,7 @@ def _lane_obstacle(values: Values, allow_any_model: bool) -> str:
             return f"{reason}; choose another method."
         if needs_model(name, options) and not values[f"model-{n}"]:
             how = "name one under Drafter (a page started with --allow-any-model takes a file, folder or hub id)"
-            how += "" if target.gguf or limits.public() else ", or train one in the Lab"
+            how += "" if target.gguf or limits.public() else ", or train one (Training, at the foot of the page)"
             return f"{method(name).title} needs a drafter for {target.short_label}; {how}."
     return ""
 

@@ -1,8 +1,8 @@
-"""The Sweep tab: a benchmark suite run from the page, with its chart, file and link.
+"""Sweeps: a benchmark suite run from the page, with its chart, file and link.
 
 Sweeps run on the engine: races, trainings and sweeps wait for each other in one queue. Stored results open without any
-model. A visitor chooses presets only, so that no other models are loaded. The Lab shows its own suite with the same
-components.
+model. A visitor chooses presets only, so that no other models are loaded. The losslessness test shows
+its own suite with the same components.
 """
 
 import re
@@ -50,7 +50,7 @@ from specdemo.ui.views import Loading, view
 
 USUAL = ("auto", "here", "", 0.0, 1.0)  # values of options that need no mention
 CONDITIONS = {"new_tokens": "max new tokens", "draws": "continuations"}
-IF_LINKED = f"() => {{ if (new URLSearchParams(location.search).has('sweep')) ({assets.to_tab('sweep')})(); }}"
+IF_LINKED = "() => { if (new URLSearchParams(location.search).has('sweep')) location.replace('#sweep'); }"
 OFF = f"this Space gets a GPU only for seconds, and a sweep takes minutes; {limits.HOME}"
 
 PARTIAL = 0.04  # share of a sweep between two results so far

@@ -1,4 +1,4 @@
-"""The tab Tune, which method fits: `tune` with a live table, and a heat map whose cells open races. Its job, file and
+"""Which method fits a model: `tune` with a live table, and a heat map whose cells open races. Its job, file and
 view are those of a sweep (sweep.py)."""
 
 import gradio as gr

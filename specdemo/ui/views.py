@@ -127,8 +127,8 @@ def _details(trace: RunTrace, lane: LaneTrace) -> list[tuple[str, str]]:
 
 
 def predictable(trace: RunTrace, lane: LaneTrace) -> bool:
-    """Return whether the What if tab can estimate the lane: its method has a cost, its models a config.json, or are
-    the GGUF files of this page."""
+    """Return whether the lane can be predicted on other machines: its method has a cost, its models a config.json,
+    or are the GGUF files of this page."""
     known = lane.exact and lane.timing == "steps" and lane.method in PREDICTED
     files = [name for name in models_of(trace) if name.gguf]
     return known and (not files or (OWN in load_presets() and {*files} <= {*load_presets()[OWN].models}))

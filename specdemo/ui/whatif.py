@@ -1,5 +1,5 @@
-"""The What if tab: a run's acceptance combined with another machine, load or draft, and the diagnosis of an engine's
-output. Needs no torch: every answer takes milliseconds, and predictions are computed at each change of a control.
+"""The tab Other machines: a run's acceptance combined with another machine, load or draft, and the diagnosis of an
+engine's output. Needs no torch: every answer takes milliseconds, and a change of a control predicts again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -274,15 +274,15 @@ def _drafts() -> list[tuple[str, str]]:
 
 def draw(tab: gr.Tab, estimate_button: gr.Button, questions: Questions) -> None:
     """Create the tab, inside the current Blocks. estimate_button: starts from the visible run."""
+    _why_card()
     gr.Markdown(assets.text("whatif.md"), elem_id="whatif-about")
     given: dict[str, Any] = {"state": gr.State(), **_where(), **_other()}
     view = assets.view("whatif.html", "helpers.js", "chart.js", "whatif.js", elem_id="whatif", later=True)
-    _why_card()
     parts = {**given, "view": view}
     named(tab.select, questions.open, given, parts, **QUIET)
     named(given["start"].input, questions.begin, given, parts, **QUIET)
     event = named(estimate_button.click, questions.start_from_race, given, parts, **QUIET)
-    event.then(None, None, None, js=assets.to_tab("what-if"), **QUIET)
+    event.then(None, None, None, js=assets.to_tab("machines"), **QUIET)
     # not `change`: updates by the server would predict again
     changes = [part.input for name, part in given.items() if name not in ("state", "start")]
     shown = {name: parts[name] for name in ("dtype", "view")}

@@ -36,11 +36,11 @@ def test_tab_preset_edits_and_prompt_survive_back_and_reload(visit_gated):
     page.locator("#k-1 input[type=number]").fill("5")
     expect(page).to_have_url(re.compile(r"\?preset=embedded-ngram&prompt=%D9.+%26\+more&k=5$"))
     edited = page.url
-    page.get_by_role("tab", name="Lab").click()
-    expect(page).to_have_url(edited + "#lab")
+    page.get_by_role("tab", name="Other machines").click()
+    expect(page).to_have_url(edited + "#machines")
 
     page.reload()
-    expect(tab(page)).to_have_text("Lab")
+    expect(tab(page)).to_have_text("Other machines")
     page.go_back()
     expect(tab(page)).to_have_text("Race")
     expect_example(page, "Custom (from Prompt lookup)")
@@ -121,7 +121,7 @@ def test_a_lost_connection_keeps_the_settings_and_the_run_and_a_restarted_server
 ):
     with visitors(chromium, connection.address) as visit:
         page = visit("?preset=embedded-ngram&k=5#lab")
-        expect(tab(page)).to_have_text("Lab")
+        expect(tab(page)).to_have_text("Training")
         page.get_by_role("tab", name="Race").click()
         expect_example(page, "Custom (from Prompt lookup)")
         run_and_cut(page, gates, connection)

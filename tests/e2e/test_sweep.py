@@ -81,9 +81,8 @@ def test_which_method_fits_stopped_and_done(visit_gated, gates):
     expect(page.locator("#tune-target input")).to_have_value("code")  # the model of the race
 
 
-def test_the_lab_tests_losslessness_and_a_head_is_trained_and_raced(visit_gated):
-    page = visit_gated(viewport={"width": 390, "height": 800})
-    page.get_by_role("tab", name="Lab").click()
+def test_losslessness_is_tested_and_a_head_is_trained_and_raced(visit_gated):
+    page = visit_gated("#losslessness", viewport={"width": 390, "height": 800})
     page.locator("#losslessness-run").click()
     status = page.locator("#losslessness .sd-status")
     expect(status).to_have_text("Done. No difference was found between 1024 continuations of each.")
@@ -91,6 +90,7 @@ def test_the_lab_tests_losslessness_and_a_head_is_trained_and_raced(visit_gated)
     expect(page.locator("#losslessness .sd-chart .sd-chart-name")).to_have_text(["plain", "speculative"])
     assert page.evaluate("document.documentElement.scrollWidth") == 390
 
+    page.get_by_role("link", name="Training", exact=True).click()
     expect(page.locator("#recipe input")).to_have_value("Medusa, 4 heads")
     expect(page.locator("#lab .sd-status")).to_have_text(re.compile("^Training of the shipped head"))
     expect(page.locator("#race-head")).to_be_disabled()
@@ -132,7 +132,7 @@ def test_every_suite_has_its_own_charts_and_nothing_on_the_page_breaks_its_polic
     expect(page.locator("#link")).to_be_visible()
     with page.expect_download():
         page.locator("#save-json").click()
-    page.get_by_role("tab", name="Sweep").click()
+    page.get_by_role("tab", name="Find what pays").click()
     chart = page.locator("#sweep .sd-chart").first
     page.get_by_label("Methods").click()
     expect(chart.locator(".sd-bar-name")).not_to_have_count(0)
@@ -140,11 +140,11 @@ def test_every_suite_has_its_own_charts_and_nothing_on_the_page_breaks_its_polic
     page.get_by_label("Batch size", exact=True).click()
     expect(chart.locator(".sd-curve")).not_to_have_count(0)
     assert chart.bounding_box()["height"] == 400
-    for tab, button, status in (
-        ("Sweep", "#sweep-run", "#sweep .sd-status"),
-        ("Lab", "#train", "#lab .sd-status"),
+    for role, name, button, status in (
+        ("tab", "Find what pays", "#sweep-run", "#sweep .sd-status"),
+        ("link", "Training", "#train", "#lab .sd-status"),
     ):
-        page.get_by_role("tab", name=tab).click()
+        page.get_by_role(role, name=name, exact=True).click()
         page.locator(button).click()
         expect(page.locator(status)).to_have_text(re.compile("^(Finished|Done)"))
     expect(page.locator("#sweep .sd-chart svg")).to_be_attached()

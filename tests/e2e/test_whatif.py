@@ -1,4 +1,4 @@
-"""The What if tab in the browser: from a finished race to a prediction, by mouse and by keyboard."""
+"""Other machines in the browser: from a finished race to a prediction, by mouse and by keyboard."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ def test_from_a_finished_race_to_an_h100(visit):
     page.locator("#run").click()
     wait_for_text(page, "^Finished")
     page.locator(".sd-estimate").click()
-    expect(page.get_by_role("tab", name="What if")).to_have_attribute("aria-selected", "true")
+    expect(page.get_by_role("tab", name="Other machines")).to_have_attribute("aria-selected", "true")
     expect(page.locator("#whatif-start input")).to_have_value(re.compile("^Your last run: stories, Draft model"))
     expect(page.locator("#machine input")).to_have_value("NVIDIA H100 SXM")
     expect(page.locator("#whatif-k input[type=number]")).to_have_value("4")
@@ -43,7 +43,7 @@ def test_from_a_finished_race_to_an_h100(visit):
 def test_by_keyboard_alone(visit):
     page = visit()
     wait_for_text(page, "^Recorded")
-    page.get_by_role("tab", name="What if").focus()
+    page.get_by_role("tab", name="Other machines").focus()
     page.keyboard.press("Enter")
     expect(page.locator("#whatif-start input")).to_have_value(re.compile("^Published: EAGLE-3 for Llama"))
     expect(gain(page)).not_to_be_empty()
@@ -68,7 +68,7 @@ def test_by_keyboard_alone(visit):
 
 def test_pasted_output_of_an_engine_gets_a_diagnosis_and_with_all_sections_open_nothing_is_clipped_or_small(visit):
     page = visit("?preset=embedded-draft")
-    page.get_by_role("tab", name="What if").click()
+    page.get_by_role("tab", name="Other machines").click()
     expect(gain(page)).not_to_be_empty()
     page.locator("#why-card-toggle").click()
     page.locator("#why-output textarea").fill((SAMPLES / "llamacpp-long.log").read_text(encoding="utf-8"))

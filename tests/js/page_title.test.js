@@ -9,6 +9,6 @@ test("the title names a run in progress, the speed-up of a race, and the tab", (
   assert.equal(pageTitle("Race", true, "1.80×"), "Running… - App");
   assert.equal(pageTitle("Race", false, "1.80×"), "1.8× as fast - App");
   assert.equal(pageTitle("Race", false, "0.72×"), "0.7× as fast - App");
-  assert.equal(pageTitle("Sweep", true, "1.80×"), "Running… - Sweep - App");
-  assert.equal(pageTitle("Lab", false, "1.80×"), "Lab - App");
+  assert.equal(pageTitle("Find what pays", true, "1.80×"), "Running… - Find what pays - App");
+  assert.equal(pageTitle("Training", false, "1.80×"), "Training - App");
 });

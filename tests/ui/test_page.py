@@ -34,19 +34,25 @@ from tests.traces import hostile_trace
 from tests.ui.stand_ins import lines, played
 
 
-def test_the_page_is_drawn_with_a_recorded_race_and_options_of_lanes_one_at_a_time():
+def test_the_page_has_a_recorded_race_and_the_places_of_links_and_draws_options_of_lanes_one_at_a_time():
     """While Gradio drew the options of several lanes at once, one could fail: a dict changed while it was iterated."""
     code = """
 import sys
 from types import SimpleNamespace
 from specdemo.ui import page
-drawn = [(f.queue, f.concurrency_id, f.concurrency_limit) for f in page.build().fns.values() if f.renderable]
+built = page.build()
+drawn = [(f.queue, f.concurrency_id, f.concurrency_limit) for f in built.fns.values() if f.renderable]
+names = {getattr(one, name, None) for one in built.blocks.values() for name in ("elem_id", "id")}
+assert not {*sys.argv[1:]} - names, {*sys.argv[1:]} - names
 assert drawn == [(True, "options", 1)] * 3, drawn
 visitor = SimpleNamespace(session_hash="a", request=None, query_params={})
 shown = page.Visits(page.preset("embedded-draft"), False).open_link(visitor, {})["view"]
 sys.exit('"type":"end"' not in shown)
 """
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+    places = re.findall(r"^  [\w\"-]+: \[\"([\w-]+)\", \"([\w-]+)\"\]", assets.text("address.js"), re.MULTILINE)
+    assert {tab for tab, _ in places} == {"pays", "machines", "training", "how"}
+    named = [name for place in places for name in place]  # tabs and elements that old links open
+    assert subprocess.run([sys.executable, "-c", code, *named], timeout=120).returncode == 0
 
 
 def test_no_folder_of_this_machine_leaves_the_page():

@@ -1,4 +1,4 @@
-"""The What if tab without a browser: initial values, answers, rejected input, and diagnoses of an engine's output."""
+"""Other machines without a browser: initial values, answers, rejected input, and diagnoses of an engine's output."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Suites of `bench` and of the page's Sweep tab: every class derived from `Suite` in a file of this folder.
+"""Suites of `bench` and of the page: every class derived from `Suite` in a file of this folder.
 
 Reading the list needs no torch: `run` imports the measuring code.
 """
@@ -54,7 +54,7 @@ def takes(name: str, option: str) -> bool:
 
 
 def swept() -> dict[str, type[Suite]]:
-    """Return the suites of the Sweep tab by name."""
+    """Return the suites of the page's sweeps by name."""
     return {name: suite for name, suite in suites().items() if suite.question}
 
 
@@ -66,7 +66,7 @@ def _swept(name: str) -> str:
 
 
 class Sweep(Linked):
-    """Request of the Sweep tab: a suite on a preset's target. It names no model, so every visitor may run it."""
+    """Request of a sweep on the page: a suite on a preset's target. It names no model, so every visitor may run it."""
 
     sweep: Annotated[str, AfterValidator(_swept)] = setting("k")
     preset: Annotated[str, AfterValidator(lambda id: preset(id).id)] = setting(DEFAULT)
