@@ -12,7 +12,7 @@ try:  # these imports take a second
     import shutil
     from collections import Counter
     from collections.abc import Callable, Iterator, Sequence
-    from contextlib import ExitStack, contextmanager
+    from contextlib import ExitStack, contextmanager, suppress
     from functools import partial
     from io import TextIOWrapper
     from pathlib import Path
@@ -158,7 +158,9 @@ def run(
     preset_id: str | None = _preset_argument(None),
     prompt_file: Path | None = setting(None, "Read the prompt from this UTF-8 file."),
     option: list[str] | None = setting(
-        None, "Method option, as listed by `methods`; repeatable.", metavar="NAME=VALUE"
+        None,
+        "Method option, as listed by `methods`; repeatable. @PATH reads a text from a file or folder.",
+        metavar="NAME=VALUE",
     ),
     acceptance_option: list[str] | None = setting(
         None, "Option of the acceptance rule, as listed by `methods`; repeatable.", metavar="NAME=VALUE"
@@ -602,7 +604,20 @@ def _numbers(name: str, text: str | None, kind: Callable[[str], Number]) -> list
 def _options(pairs: list[str] | None, flag: str = "--option") -> dict[str, str] | None:
     if wrong := [pair for pair in pairs or () if "=" not in pair]:
         raise ValueError(f"{flag} takes name=value, not {wrong[0]!r}")
-    return dict(pair.split("=", 1) for pair in pairs) if pairs else None
+    values = dict(pair.split("=", 1) for pair in pairs or ())
+    return {name: _texts(text[1:]) if text.startswith("@") else text for name, text in values.items()} or None
+
+
+def _texts(path: str) -> str:
+    """Return the text of a file, or of the files of a folder, without hidden ones and those that are no text."""
+    if not Path(path).is_dir():
+        return read_text(path, FILE_BYTES, "name a text file or a folder after the @")
+    contents = []
+    for file in sorted(Path(path).rglob("[!.]*")):
+        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts):
+            with suppress(ValueError):
+                contents.append(read_text(file, FILE_BYTES))
+    return "\n".join(contents)
 
 
 def _race(spec: Comparison) -> RunTrace:

@@ -80,7 +80,7 @@ def test_settings_reach_the_run(tmp_path, capsys):
     assert (trace.prompt, trace.schedule) == ("The cat sat. The cat sat. The cat", "sequential")
     assert (trace.lanes[1].method, trace.lanes[1].options) == (
         "ngram",
-        {"max_n": 2, "min_n": 1, "k": 5, "acceptance": "coupled"},
+        {"corpus": "", "max_n": 2, "min_n": 1, "k": 5, "acceptance": "coupled"},
     )
     expected = {"temperature": 0.7, "top_p": 0.9, "top_k": 50, "min_p": 0.01, "seed": 3, "max_new_tokens": 16}
     assert {name: trace.config[name] for name in expected} == expected
@@ -92,6 +92,10 @@ def test_settings_reach_the_run(tmp_path, capsys):
     [
         (["run", "embeded-draft"], "unknown preset 'embeded-draft'; did you mean 'embedded-draft'?"),
         (["run", "embedded-ngram", "--option", "max_n"], "--option takes name=value, not 'max_n'"),
+        (
+            ["run", "embedded-ngram", "--option", "corpus=" + "a" * 200_001],
+            "the corpus has 200,001 characters, the limit",
+        ),
         (["run", "embedded-draft", "--k", "five"], "Invalid value for '--k': Input should be a valid integer"),
         (["run", "embedded-draft", "--prompt", "a", "--prompt-file", "b"], "--prompt and --prompt-file exclude each"),
         (["run", "embedded-draft", "--prompt-file", "none.txt"], "cannot read none.txt: No such file or directory;"),
@@ -199,7 +203,7 @@ def test_presets_and_methods_as_json(capsys):
     listed = {entry["name"]: entry for entry in json.loads(output(capsys, "methods", "--json"))}
     assert listed["draft_model"]["needs_model"] and listed["ngram"]["title"] == "Prompt lookup"
     assert {name for name, entry in listed.items() if not entry["exact"]} == {"synthetic"}
-    option = listed["ngram"]["options"][0]
+    option = listed["ngram"]["options"][1]
     assert (option["name"], option["type"], option["default"]) == ("max_n", "int", 8) and option["help"]
     assert (option["low"], option["high"], option["step"], option["choices"]) == (1, 8, 1, [])
 
@@ -317,6 +321,18 @@ class EveryType:
     depth: int = setting(3, "a number", low=1)
     share: float = setting(0.5, "any")
     most: float = setting(0.5, "bounded above", high=1.0)
+
+
+def test_a_method_drafts_from_files(tmp_path, capsys):
+    for name, content in [("b.txt", b"two"), ("a/one.txt", b"one\r\n"), (".git/no", b"no"), ("no.bin", b"\xff")]:
+        (tmp_path / "src" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "src" / name).write_bytes(content)
+    race, trace = ["run", "embedded-ngram", "--max-new-tokens", "4", "--out"], tmp_path / "trace.json"
+    assert main([*race, str(trace), "--option", f"corpus=@{tmp_path / 'src'}"]) == 0
+    assert from_json(trace.read_bytes()).lanes[1].options["corpus"] == "one\n\ntwo"
+    capsys.readouterr()
+    message = refusal(capsys, *race, str(trace), "--option", "corpus=@none")
+    assert message == "cannot read none: No such file or directory; name a text file or a folder after the @"
 
 
 def test_options_are_listed_with_the_values_they_accept(capsys, monkeypatch):

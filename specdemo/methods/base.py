@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pydantic import field_validator
 from torch import Generator
 
 from specdemo.core.protocol import Budget, Drafter, Progress, Target
@@ -29,6 +30,34 @@ class DraftOptions(BaseOptions):
         high=1.0,
         step=0.05,
     )
+
+
+MAX_CORPUS = 200_000  # characters, about 50,000 tokens: a second of work for the deepest index
+
+
+class LookupOptions(BaseOptions):
+    """Options of every method that copies from texts."""
+
+    corpus: str = setting(
+        "",
+        "text to draft from beside the prompt and the output, such as the files to edit or an expected answer",
+    )
+
+    @field_validator("corpus")
+    @classmethod
+    def _check_corpus(cls, text: str) -> str:
+        if len(text) > MAX_CORPUS:
+            raise ValueError(f"the corpus has {len(text):,} characters, the limit is {MAX_CORPUS:,}; give fewer files")
+        return text
+
+    def corpus_ids(self, target: Target) -> list[int]:
+        """Return the token ids of the corpus. Raises ValueError for a target without a tokenizer."""
+        if not self.corpus:
+            return []
+        if target.tokenizer is None:
+            raise ValueError(f"{target.name} has no tokenizer, which a corpus needs; leave the corpus out")
+        ids: list[int] = target.tokenizer(self.corpus, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
 
 
 class Method(Drafter):

@@ -1,8 +1,9 @@
 """Suffix decoding: drafts the most frequent continuations of the text's suffixes (Oliaro et al. 2411.04975).
 
-B rows, N draft nodes. There are two suffix trees: one over the row's prompt and output and, with option `remember`, one
-over earlier answers of the same model. A matching suffix of n tokens may draft max_spec_factor * n + max_spec_offset
-tokens. The suffix whose draft has the most expected tokens is used. Nothing is sampled, so probs is None.
+B rows, N draft nodes. There are up to three suffix trees: one over the row's prompt and output, with a corpus one over
+it, and with option `remember` one over earlier answers of the same model. A matching suffix of n tokens may draft
+max_spec_factor * n + max_spec_offset tokens. The suffix whose draft has the most expected tokens is used. Nothing is
+sampled, so probs is None.
 """
 
 from collections import deque
@@ -19,8 +20,8 @@ from specdemo.core.host_copy import padded
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft
-from specdemo.methods import BaseOptions, setting
-from specdemo.methods.base import Method
+from specdemo.methods import setting
+from specdemo.methods.base import LookupOptions, Method
 
 MAX_ANSWERS = 256  # answers per model; the oldest is dropped first
 MIN_ANSWER_TOKENS = 16  # tokens of an answer to store; a lane's warm-up is shorter, so its text is not stored
@@ -81,6 +82,13 @@ class _SuffixTree:
         steps = (node.children.get(token) for node in (*endings[-self._depth + 1 :], self._root))
         return [child for child in steps if child is not None]
 
+    def add(self, ids: list[int]) -> list[int]:
+        """Append a whole text. Return the copy to which the tree refers."""
+        text = _GrowingText()
+        for token in ids:
+            self.extend(text, token)
+        return text.ids
+
     def remove(self, ids: list[int]) -> None:
         for start in range(len(ids)):
             node = self._root
@@ -104,10 +112,7 @@ class _AnswerMemory:
         self._answers: deque[list[int]] = deque()
 
     def add(self, ids: list[int]) -> None:
-        text = _GrowingText()
-        for token in ids:
-            self.tree.extend(text, token)
-        self._answers.append(text.ids)
+        self._answers.append(self.tree.add(ids))
         if len(self._answers) > MAX_ANSWERS:
             self.tree.remove(self._answers.popleft())
 
@@ -116,7 +121,7 @@ class _AnswerMemory:
 class _SuffixRow:
     tree: _SuffixTree
     text: _GrowingText = field(default_factory=_GrowingText)
-    memory_endings: list[_SuffixNode] = field(default_factory=list)  # like text.endings, in the memory
+    endings: dict[_SuffixTree, list[_SuffixNode]] = field(default_factory=dict)  # like text.endings, in other trees
     prompt: int = 0  # prompt tokens
 
 
@@ -130,7 +135,7 @@ class _Candidate:
     score: float = 0.0
 
 
-class SuffixOptions(BaseOptions):
+class SuffixOptions(LookupOptions):
     max_depth: int = setting(24, "longest counted sequence, match plus draft, in tokens", low=2, high=64, step=1)
     max_spec_factor: float = setting(1.0, "draft tokens per matched token", low=0.0, high=8.0, step=0.25)
     max_spec_offset: float = setting(0.0, "draft tokens added for every match", low=0.0, high=16.0, step=0.5)
@@ -155,11 +160,17 @@ class Suffix(Method, method="suffix", tree=lambda options: options.nodes or None
         self._device = target.device
         self._rows: list[_SuffixRow] = []
         self._memory: _AnswerMemory | None = None
+        self._corpus_ids = self._options.corpus_ids(target)
         if self._options.remember:
             depth = self._options.max_depth
             self._memory = _AnswerMemory.of_models.setdefault(target.embed, {}).setdefault(depth, _AnswerMemory(depth))
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
+        self._others = [self._memory.tree] if self._memory is not None else []
+        if self._corpus_ids:
+            corpus = _SuffixTree(self._options.max_depth)
+            corpus.add(self._corpus_ids)  # here, so that the lane's clock counts it
+            self._others.insert(0, corpus)
         self._rows = [_SuffixRow(_SuffixTree(self._options.max_depth)) for _ in range(batch)]
 
     def release(self) -> None:
@@ -181,8 +192,8 @@ class Suffix(Method, method="suffix", tree=lambda options: options.nodes or None
     def _append(self, row: _SuffixRow, tokens: list[int]) -> None:
         for token in tokens:
             row.tree.extend(row.text, token)
-            if self._memory is not None:
-                row.memory_endings = self._memory.tree.follow(row.memory_endings, token)
+            for tree in self._others:
+                row.endings[tree] = tree.follow(row.endings.get(tree, []), token)
 
     def propose(self, budget: Budget) -> Draft:
         candidates = [self._best(row, budget) for row in self._rows]
@@ -193,10 +204,10 @@ class Suffix(Method, method="suffix", tree=lambda options: options.nodes or None
         return Draft(tokens, padded([f.parents for f in candidates], self._device, 0), confidence=confidence)
 
     def _best(self, row: _SuffixRow, budget: Budget) -> _Candidate:
-        """Return the best candidate. Ties go to the longer match, and to the row's own text before the memory."""
+        """Return the best candidate. Ties go to the longer match, and to the row's own text before other texts."""
         options = self._options
         best = _Candidate()
-        for endings in (row.text.endings, row.memory_endings):
+        for endings in (row.text.endings, *row.endings.values()):
             for length, node in zip(range(len(endings), 0, -1), endings, strict=True):
                 max_tokens = int(options.max_spec_factor * length + options.max_spec_offset)
                 depth = min(budget.depth, options.max_depth - length)

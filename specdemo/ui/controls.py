@@ -107,6 +107,7 @@ class Controls:
             pressed = partial(parts[name].click, trigger_mode="always_last")  # a second click follows the first
             self.describe(named(pressed, partial(_count_on, more), count | self.drawn, parts, **QUIET).then)
         page.load(None, js=assets.text("accessibility.js"), **QUIET)
+        page.load(None, js=assets.text("drop.js"), **QUIET)
         page.load(None, js=f"() => {{ {assets.text('page_title.js')} }}", **QUIET)
         self.describe(partial(gr.on, self.changes))
         for n in NUMBERS:

@@ -107,7 +107,8 @@ function laneOptions(lane) {
   if (!lane.index) return "one token per forward pass";
   const { model, ...rest } = lane.options || {};
   const set = Object.entries(rest).filter(([name]) => name === "k" || !lane.defaults?.includes(name));
-  return set.map(([name, value]) => `${name} = ${value}`).join(" · ");
+  const brief = (value) => (value.length > 40 ? `${value.length.toLocaleString("en")} characters` : value); // a text
+  return set.map(([name, value]) => `${name} = ${brief(value)}`).join(" · ");
 }
 
 const drafters = (lanes) => lanes.slice(1).map((lane) => [lane.name, laneOptions(lane)].filter(Boolean).join(", ")).join("; ");

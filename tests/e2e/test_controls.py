@@ -18,6 +18,19 @@ def choose(page, elem_id, label):
     page.get_by_role("listbox").get_by_role("option", name=label, exact=True).click()
 
 
+def drop(field, text):
+    """Drop a text file on a field."""
+    field.evaluate(
+        """(field, text) => {
+          const dataTransfer = new DataTransfer();
+          dataTransfer.items.add(new File([text], "file.txt"));
+          field.dispatchEvent(new DragEvent("drop", { bubbles: true, cancelable: true, dataTransfer }));
+        }""",
+        text,
+    )
+    expect(field).to_have_value(text)
+
+
 def test_a_hostile_link_is_refused_with_notes_and_every_setting_reaches_the_link(visit):
     page = visit("?preset=../../etc&k=9999&target=evil/model&onload=<img src=x onerror=alert(1)>&temperature=nan")
     expect(page.locator(".sd-notes li")).to_have_count(5)
@@ -33,6 +46,7 @@ def test_a_hostile_link_is_refused_with_notes_and_every_setting_reaches_the_link
     expect(page.locator("#about")).to_contain_text("Prompt lookup where text repeats")
     expect(page.locator("#model-1")).to_be_hidden()
     expect(page.locator(".hidden-counter:visible")).to_have_count(0)
+    drop(page.locator("#option-corpus-1 textarea"), "one\ntwo")
     set_number(page, "option-max_n-1", 5)
     expect_example(page, "Custom (from Prompt lookup)")
     expect(page.locator("#about")).to_have_text(
@@ -55,7 +69,7 @@ def test_a_hostile_link_is_refused_with_notes_and_every_setting_reaches_the_link
     page.locator("#prompt textarea").fill("A <b> & ${x} {{y}} 日本 👩‍👧\n\ttab")
     page.locator("#share").click()
     link = page.locator("#link textarea, #link input")
-    expect(link).to_have_value(re.compile(r"^http://127.+\?preset=embedded-ngram&.*max_n=5"))
+    expect(link).to_have_value(re.compile(r"^http://127.+\?preset=embedded-ngram&.*corpus=one%0Atwo.*max_n=5"))
     expect(page).to_have_url(link.input_value())
 
 

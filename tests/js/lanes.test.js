@@ -9,6 +9,7 @@ test("a lane's header lists the options that were set, not the defaults", () => 
   const options = { k: 12, model: "stories", max_depth: 24, nodes: 0, remember: true };
   assert.equal(laneOptions({ index: 1, options, defaults: ["max_depth", "nodes"] }), "k = 12 · remember = true");
   assert.equal(laneOptions({ index: 1, options: { k: 4, nodes: 0 } }), "k = 4 · nodes = 0"); // an older trace has no defaults
+  assert.equal(laneOptions({ index: 1, options: { k: 4, corpus: "def".repeat(1000) } }), "k = 4 · corpus = 3,000 characters");
   assert.equal(laneOptions({ index: 0, options: {} }), "one token per forward pass");
 });
 

@@ -14,7 +14,7 @@ from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter, suffix
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
-from tests.generation import rows_of
+from tests.generation import output, rows_of
 from tests.models.tiny import VOCABULARY, build, texts
 
 
@@ -44,6 +44,51 @@ REPEATED = [1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3]
 )
 def test_prompt_lookup(text, k, options, drafted):
     assert propose(text, k, **options) == drafted
+
+
+def with_tokenizer(target):
+    """Return the target with a tokenizer of numbers."""
+    target.tokenizer = lambda text, **_: {"input_ids": [int(word) for word in text.split()]}
+    return target
+
+
+@pytest.mark.parametrize("name", ["ngram", "suffix"])
+@pytest.mark.parametrize(
+    ("text", "corpus", "drafted"),
+    [
+        ([1, 2, 3], "9 2 3 5 6 7", [5, 6]),  # nothing repeats in the text
+        ([8, 1, 2, 3, 4, 8, 1, 2, 3], "9 7 3 5 6 7", [4, 8]),  # the longer match, in the text
+        ([3, 4, 4, 1, 2, 3], "9 1 2 3 5 6 7", [5, 6]),  # the longer match, in the corpus
+        ([1, 2, 7], "5 6", []),
+        ([4, 5, 6], "4 5 6", []),  # it ends there
+    ],
+)
+def test_drafts_are_copied_from_a_corpus_too(name, text, corpus, drafted):
+    drafter = load_drafter(name, with_tokenizer(ToyTarget(64)), corpus=corpus)
+    for _ in range(2):  # the next run begins anew
+        drafter.start(1, Sampling(), torch.Generator())
+        ids = torch.tensor([text])
+        drafter.observe(Progress(ids[:, :-1], ids[:, 1:], [len(text) - 1]))
+        assert drafter.propose(Budget(2, 2)).tokens[0].tolist() == drafted
+
+
+@pytest.mark.parametrize("name", ["ngram", "suffix"])
+def test_an_expected_answer_is_drafted_and_the_text_stays_that_of_plain_decoding(name):
+    target = with_tokenizer(HFTarget(build("llama")))
+    prompt, config = texts(1, 9), GenerationConfig(40, stop_token_ids=(), budget=Budget(5, 5))
+    plain = output(target, load_drafter("none", target), prompt, config)
+    answer = " ".join(map(str, plain[0]))
+    events = list(generate(target, load_drafter(name, target, corpus=answer), prompt, config))
+    assert rows_of(events) == plain
+    assert accepted(events) >= 25
+
+
+@pytest.mark.parametrize("name", ["ngram", "suffix"])
+def test_a_corpus_is_limited_and_needs_a_tokenizer(name):
+    with pytest.raises(ValueError, match="the corpus has 200,001 characters, the limit is 200,000; give fewer files"):
+        load_drafter(name, ToyTarget(8), corpus="a" * 200_001)
+    with pytest.raises(ValueError, match="has no tokenizer, which a corpus needs; leave the corpus out"):
+        load_drafter(name, ToyTarget(8), corpus="a")
 
 
 def test_options_must_agree():
