@@ -27,7 +27,6 @@ from specdemo.servers.engines import ENGINES, READERS
 
 ON_SERVERS = (3, 7)  # draft lengths where the costs of passes are unknown
 SURE = 0.5  # probability below which a draft ends in one candidate of a drafter
-DRAFT_COST = 0.1  # of a draft token in passes of the target, before it is measured
 LONGEST_CELL = 2000  # characters of a text in a result's file
 PAGE = "http://127.0.0.1:7860/"
 GENERATE: Mapping[str, Callable[[Lane], str]] = {  # arguments of transformers' `generate`
@@ -54,7 +53,8 @@ def lanes_to_try(target: ModelRef, named: Sequence[ModelRef], fits: Sequence[Dra
     found: dict[str, Lane] = {}
     for lane in lanes:
         options = "".join(f", {name}={value}" for name, value in lane.options.items())
-        found.setdefault(f"{lane.method}{f' {lane.model.short_label}' if lane.model else ''}{options}", lane)
+        model = f" ({lane.model.short_label})" if lane.model else ""
+        found.setdefault(f"{method(lane.method).title}{model}{options}", lane)
     return found
 
 
@@ -64,21 +64,24 @@ def _comparable(lane: Lane) -> bool:
     return cls.exact and not cls.learns and lane.method not in (BASELINE, SYNTHETIC) and lane.acceptance == DEFAULT_RULE
 
 
-def with_lengths(name: str, lane: Lane, pass_ms: Mapping[int, float]) -> list[Lane]:
-    """Return the candidates of a drafter, named, the longest drafts last. None for a tree whose pass takes longer than
-    plain decoding of all that it can accept. pass_ms: empty on servers."""
+def with_lengths(name: str, lane: Lane, pass_ms: Mapping[int, float], draft: float = 0.0) -> list[Lane]:
+    """Return the candidates of a drafter, named, the longest drafts last. None where a step takes longer than plain
+    decoding of what it yields, however much is accepted. pass_ms: empty on servers. draft: time to draft a token, in
+    passes."""
     chooses, wraps = method(lane.method).chooses_length, lane.method in wrappable("adaptive")
     nodes = lane.tree_nodes
     if nodes and not lane.chooses_nodes and pass_ms and lane.budget.depth + 1 < pass_ratio(pass_ms, nodes + 1):
         return []
     if nodes or (chooses and not wraps):
         return [lane.model_copy(update={"name": name})]
-    ks = draft_lengths(pass_ms, DRAFT_COST if lane.model else 0.0, MAX_K) if pass_ms else ON_SERVERS
+    ks = draft_lengths(pass_ms, draft, MAX_K) if pass_ms else ON_SERVERS
+    if not ks:
+        return []
     lanes = [lane.model_copy(update={"name": f"{name}, k={k}", "k": k}) for k in (ks[-1:] if chooses else ks)]
     if lane.options or not wraps or not pass_ms:
         return lanes
     adaptive = Lane(
-        method="adaptive", model=lane.model, k=ks[-1], options={"drafter": lane.method}, name=f"adaptive {name}"
+        method="adaptive", model=lane.model, k=ks[-1], options={"drafter": lane.method}, name=f"{name}, adaptive"
     )
     if not hasattr(lane.parsed, "p_min"):
         return [adaptive, *lanes]

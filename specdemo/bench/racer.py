@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from math import inf
 
 from specdemo.bench.base import Progress, Stop
@@ -12,36 +13,46 @@ from specdemo.bench.candidates import race_link, settings_to_copy, with_lengths
 from specdemo.bench.replay import replayed_speed
 from specdemo.bench.report import sentence
 from specdemo.bench.search import Sample, Search
+from specdemo.core.estimate import Estimate
 from specdemo.core.protocol import Drafter, Target
 from specdemo.core.tally import summarise
-from specdemo.core.trace import RunTrace
-from specdemo.costs.passes import pass_ratio, pass_rows
+from specdemo.core.trace import RunTrace, estimates
+from specdemo.costs.passes import interpolate, pass_ratio, pass_rows
 from specdemo.costs.step import fit_cost_model
 from specdemo.engine.comparison import Lane
+from specdemo.engine.messages import Finished, StepRow
 from specdemo.engine.session import Session, environment
 from specdemo.methods import BASELINE, build_drafter, method
 from specdemo.models.errors import Cancelled
 from specdemo.models.local_models import DrafterFit
 from specdemo.models.pass_cost import checking_note, measure_passes
 from specdemo.presets.files import Preset
+from specdemo.presets.pair import LOOKUPS
 from specdemo.presets.serve import Program, Served, served
 from specdemo.servers.address import host
 from specdemo.servers.process import free_port
 
-CURVES = 3  # measurements of the costs of passes, because another program may take the cores during one
+STAGES = LOADING, PASSES, DRAFTERS, RACING = "loading the model", "measuring passes", "loading drafters", "racing"
+LOADING_SHARE = 1 / 3  # of the time, for drafters
+CHARACTERS = 4  # of a token
+READ_WIDTH = 8  # slots of a pass; a token of a prompt takes at most its share of one
 LEAST_TOKENS = 8  # a shorter answer says little about speed
 DIFFERENT = ("differs", "text differs")  # verdicts
 SOME_PROMPTS = "some prompts"  # in the notes on what is left out
-TOO_WIDE = "a pass over its tree takes longer than plain decoding of all that it can accept"
+NO_TIME = "no time"
+EXCLUDED = "a step takes longer than plain decoding of what it yields, even if nearly all drafts are accepted"
+SURE_K = 4  # draft length for which the cost of drafting is computed
 
 
 class Racer:
     """Runs candidates, and collects what the user should know of them. tick: called about every second of a race, and
     with a text while a model loads or a server starts. rest: returns the seconds that are left. pass_ms: slots -> time
     of a pass of the target; empty on servers. serve: makes a candidate ready, where only one is at a time; returns
-    False if that failed. fits: the drafters of the target.
+    False if that failed. fits: the drafters of the target. notes: drafter or candidate -> why it is left out. rates:
+    tokens/s of the candidates in the current race so far, and of plain decoding, "".
     """
 
+    stages: tuple[str, ...] = STAGES
     serve: Callable[[str], bool] | None = None
     engine = ""
     fits: Sequence[DrafterFit] = ()
@@ -53,7 +64,9 @@ class Racer:
         self.tick: Callable[..., None] = lambda what="": None
         self.rest: Callable[[], float] = lambda: inf
         self._session, self._spec, self._cancelled = Session(), spec, cancelled
-        self._notes: dict[str, str] = {}  # candidate -> why it is left out
+        self._begun: dict[str, float] = {}  # stage -> time of its start
+        self.notes: dict[str, str] = {}
+        self.rates: dict[str, float] = {}
         self._families: dict[str, list[str]] = {}
         self._replayed: dict[str, Drafter] = {}  # candidate -> a drafter that makes no passes
         self._target: Target | None = None
@@ -65,14 +78,30 @@ class Racer:
         """Report the progress of a search, and keep to its time."""
         self.tick, self.rest = search.progress, lambda: search.rest
 
+    def begin(self, stage: str) -> None:
+        """Begin one of the stages."""
+        self._begun[stage] = time.monotonic()
+
     def load(self, report: Progress) -> None:
         """Load the target, and keep the threads that were chosen for it. Raises ValueError with one line, and Cancelled
         if it was stopped, as `usable` does."""
+        self.begin(LOADING)
         self.tick = lambda what="": report(0.0, what)
-        self._session.load(self._spec, lambda _, what: self._loading(what))
-        self._target = target = self._session.target()
-        self.pass_ms = target.pass_ms
-        self._spec = self._spec.model_copy(update={"threads": target.threads})
+        self._session.place_models(self._spec, lambda _, what: self._loading(what))
+        self._session.keeps_threads = True
+        self._target = self._session.target()
+
+    def measure_costs(self) -> None:
+        """Measure the costs of the target's passes."""
+        if self._target is not None:
+            self.begin(PASSES)
+            self._loading(PASSES)
+            self.pass_ms = measure_passes(self._target)
+
+    def lane_s(self, prompt: str) -> float:
+        """Return the seconds that a lane may take to read a prompt and to answer; 0 if unknown."""
+        one, eight = (interpolate(self.pass_ms, width) for width in (1, READ_WIDTH))
+        return (self._spec.max_new_tokens * one + len(prompt) / CHARACTERS * eight / READ_WIDTH) / 1000.0
 
     def close(self) -> None:
         """End what was started for the races."""
@@ -84,31 +113,53 @@ class Racer:
         self.tick(f"{what}, {100.0 * share:.0f} %" if part else what)
 
     def usable(self, drafters: Mapping[str, Lane], named: Sequence[str]) -> dict[str, list[str]]:
-        """Load every drafter, and measure the costs of passes in between; return the names of the candidates of those
-        that fit. Raises ValueError for a named one that does not."""
-        fit = {}
-        for turn, (name, lane) in enumerate(drafters.items(), start=1):
-            self._loading(f"loading {name}")
+        """Load the drafters, those that the costs of passes do not exclude, in LOADING_SHARE of the time; return the
+        names of the candidates of those that fit. The last of LOOKUPS is always among them, and is the first. Raises
+        ValueError for a named drafter that does not fit."""
+        self.begin(DRAFTERS)
+        families, least = dict[str, list[Lane]](), (1.0 - LOADING_SHARE) * self.rest()
+        for name, lane in sorted(drafters.items(), key=lambda each: each[1].method != LOOKUPS[-1]):
             try:
-                lanes = self._spec.model_copy(update={"lanes": [lane]})
-                self._session.load(lanes, partial(self._loading, f"loading {name}"))
-                fit[name] = lane
+                families[name] = self._candidates(name, lane, least)
             except Cancelled:
-                raise
+                if self._cancelled():
+                    raise
+                self.notes[name] = NO_TIME
             except ValueError as error:
                 if lane.model in named:
                     raise
-                self._notes[name] = str(error)
-            if turn < CURVES:
-                measure_passes(self._session.target(), again=True)
-        candidates = {name: with_lengths(name, lane, self.pass_ms) for name, lane in fit.items()}
-        self._notes |= {name: TOO_WIDE for name, lanes in candidates.items() if not lanes}
-        families = self._named({name: lanes for name, lanes in candidates.items() if lanes})
+                self.notes[name] = str(error)
+        self.notes |= {name: EXCLUDED for name, lanes in families.items() if not lanes}
+        named_families = self._named({name: lanes for name, lanes in families.items() if lanes})
         for name, lane in self.lanes.items():
             chain = lane.k and not lane.tree_nodes
             if chain and method(str(lane.options.get("drafter", lane.method))).looks_up:
                 self._replayed[name] = build_drafter(lane.method, self._session.target(), lane.model, lane.parsed)
-        return families
+        return named_families
+
+    def _candidates(self, name: str, lane: Lane, least: float) -> list[Lane]:
+        """Load a drafter and return its candidates, none if it is excluded. Raises Cancelled where less than `least`
+        seconds are left."""
+
+        def loading(share: float = 0.0, part: str = "") -> None:
+            if lane.model and self.rest() < least:
+                raise Cancelled(NO_TIME)
+            self._loading(f"loading {name}", share, part)
+
+        candidates = with_lengths(name, lane, self.pass_ms)
+        if not candidates and lane.method == LOOKUPS[-1]:
+            candidates = [lane.model_copy(update={"name": f"{name}, k=1", "k": 1})]
+        if not candidates:
+            return []
+        loading()
+        spec = self._spec.model_copy(update={"lanes": [lane]})
+        self._session.load(spec, loading)
+        if not (lane.model and self.pass_ms):
+            return candidates
+        target = self._session.target()
+        drafter = build_drafter(lane.method, target, self._session.drafter(lane, spec), lane.parsed)
+        share = drafter.read_bytes(SURE_K) / SURE_K / max(target.facts.pass_bytes or target.weight_bytes, 1)
+        return with_lengths(name, lane, self.pass_ms, share)
 
     def _named(self, families: Mapping[str, Sequence[Lane]]) -> dict[str, list[str]]:
         self.lanes = {lane.name: lane for lanes in families.values() for lane in lanes}
@@ -130,14 +181,14 @@ class Racer:
         self._session.explains = exact or not self._explained.issuperset(names)
         self._explained.update(names)
         try:
-            trace = self._session.run(self._spec.model_copy(update={"prompt": prompt, "lanes": lanes}), self._stop)
+            trace = self._race(self._spec.model_copy(update={"prompt": prompt, "lanes": lanes}), ["", *names])
         except Cancelled:
             return {}
         except ValueError as error:
-            self._notes[SOME_PROMPTS] = str(error)
+            self.notes[SOME_PROMPTS] = str(error)
             return {}
         plain, ran = trace.lanes[0], zip([SOME_PROMPTS, *names], trace.lanes, strict=True)
-        self._notes |= {name: str(lane.note) for name, lane in ran if lane.finish == "error"}
+        self.notes |= {name: str(lane.note) for name, lane in ran if lane.finish == "error"}
         if plain.finish == "error" or len(plain.token_ids) < LEAST_TOKENS:
             return {}
         samples = {name: self._sample(trace, place) for place, name in enumerate(names, start=1)}
@@ -146,6 +197,18 @@ class Racer:
             if predicted and (name in usable or name not in names):
                 usable[name] = replace(usable.get(name, Sample(0.0)), predicted=predicted)
         return usable
+
+    def _race(self, spec: Preset, names: Sequence[str]) -> RunTrace:
+        self._raced_from = time.monotonic()
+        try:
+            for message in self._session.stream(spec, self._stop):
+                if isinstance(message, StepRow) and isinstance(rate := message.so_far.get("tokens_per_s"), float):
+                    self.rates[names[message.lane]] = rate
+                elif isinstance(message, Finished):
+                    return message.trace
+        finally:
+            self.rates.clear()
+        raise AssertionError("a run ends with Finished")
 
     def _predictions(self, trace: RunTrace, samples: Mapping[str, Sample]) -> Iterator[tuple[str, float]]:
         """Yield candidates with their predicted speed-ups: of drafters without passes from the text, of others from
@@ -172,33 +235,45 @@ class Racer:
         if (now := time.monotonic()) - self._ticked > 1.0:
             self._ticked = now
             self.tick()
-        over = self._cancelled() or self.rest() <= 0.0
-        self._session.explains &= not over  # reading the texts again takes seconds
-        return over
+        over, rest = self._cancelled(), self.rest()
+        self._session.explains &= not over and rest > now - self._raced_from  # reading the texts takes as long again
+        return over or rest <= 0.0
 
     def _sample(self, trace: RunTrace, place: int) -> Sample | None:
         plain, lane = trace.lanes[0], trace.lanes[place]
-        speed = trace.comparison[place - 1]["speedup"]
+        speed = estimates(trace)[place - 1]
         short = lane.finish == "cancelled" and len(lane.token_ids) < LEAST_TOKENS
-        if lane.finish == "error" or short or not isinstance(speed, float) or not speed:
+        if lane.finish == "error" or short or speed is None:
             return None
         self._differs += trace.comparison[place - 1]["verdict"] in DIFFERENT
         k = lane.options.get("k")
         costs = fit_cost_model([plain.events], [lane.events], k if isinstance(k, int) else 0)
-        return Sample(speed, summarise(lane), costs)
+        return Sample(speed.value, summarise(lane), costs, interval=(speed.low, speed.high))
+
+    def so_far(self, name: str) -> Estimate | None:
+        """Return the speed-up of a candidate in the current race so far; None outside of one."""
+        plain, own = (self.rates.get(each, 0.0) for each in ("", name))
+        return Estimate(round(own / plain, 4)) if name and plain and own else None
 
     def environment(self) -> dict[str, object]:
-        """Return the facts about machine and model."""
-        return environment(self._target)
+        """Return the facts about machine and model, and the seconds of every stage, 0 before it begins."""
+        times = pairwise([*self._begun.items(), ("", time.monotonic())])
+        stages = dict.fromkeys(self.stages, 0.0) | {stage: round(end - begin, 1) for (stage, begin), (_, end) in times}
+        return environment(self._target) | {"stages": stages}
 
     @property
     def failure(self) -> str:
         """Return why the last prompt failed that did; empty if none did."""
-        return self._notes.get(SOME_PROMPTS, "")
+        return self.notes.get(SOME_PROMPTS, "")
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Return the drafters without candidates, with the reason."""
+        return {name: why for name, why in self.notes.items() if name not in (SOME_PROMPTS, *self.lanes)}
 
     def remarks(self) -> list[str]:
         """Return how passes run here, what was left out and why, and whether a text differed."""
-        notes = [f"Left out: {name}, {why.rstrip('.')}." for name, why in self._notes.items()]
+        notes = [f"Left out: {name}, {why.rstrip('.')}." for name, why in self.notes.items()]
         notes += [f"{self._differs} texts {self.difference}."] if self._differs else []
         if self._target is None:
             return notes
@@ -221,6 +296,7 @@ class ServerRacer(Racer):
     """Runs candidates on servers that run already, or on those of an engine: a plain one that stays, and next to it one
     candidate after the other."""
 
+    stages = (LOADING, RACING)
     difference = "differed from the plain server's; `check-server` tells whether that is more than rounding"
 
     def __init__(self, spec: Preset, cancelled: Stop, program: Program | None, servers: Sequence[str]) -> None:
@@ -232,6 +308,7 @@ class ServerRacer(Racer):
         self.engine = program.engine.name if program else ""
 
     def load(self, report: Progress) -> None:
+        self.begin(LOADING)
         self.tick = lambda what="": report(0.0, what)
         address = self._servers[0] if self._servers else f"http://127.0.0.1:{free_port()}"
         self._spec = self._spec.changed(server=address)
@@ -256,13 +333,13 @@ class ServerRacer(Racer):
             if lanes := [lane for lane, refusal in zip(candidates, refusals, strict=True) if not refusal]:
                 families[name] = lanes
                 continue
-            self._notes[name] = refusals[-1]
+            self.notes[name] = refusals[-1]
             if lane.model in named:
-                raise ValueError(f"{name} does not run on {self._program.engine.title}: {self._notes[name]}")
+                raise ValueError(f"{name} does not run on {self._program.engine.title}: {self.notes[name]}")
         return self._named(families)
 
     def environment(self) -> dict[str, object]:
-        return environment(None) | ({"device": self._program.title} if self._program else {})
+        return super().environment() | ({"device": self._program.title} if self._program else {})
 
     def _served(self, lane: Lane | None = None) -> Served:
         """Return the server of a lane, or the plain one."""
@@ -280,7 +357,7 @@ class ServerRacer(Racer):
         except Cancelled:
             raise
         except ValueError as error:
-            self._notes[name] = f"its server does not start: {str(error).rpartition(' / ')[2]}"  # the end of its log
+            self.notes[name] = f"its server does not start: {str(error).rpartition(' / ')[2]}"  # the end of its log
             return False
         return True
 

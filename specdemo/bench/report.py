@@ -126,7 +126,9 @@ def bench_report(result: Result) -> str:
     threads = environment["threads"] and counted(environment["threads"], "thread")
     where = ", ".join(filter(None, (environment["device"], threads, environment["dtype"])))
     title = f"{result.suite} | {where} | {conditions(result)}"
-    last = map(sentence, filter(None, (best(result), noisy(result))))
+    stages = environment.get("stages")
+    times = [f"{stage} {seconds:.0f} s" for stage, seconds in stages.items()] if isinstance(stages, dict) else []
+    last = map(sentence, filter(None, (best(result), noisy(result), f"{', '.join(times)}." if times else "")))
     return "\n".join([title, "", *([table(names, rows), ""] if rows else []), *map(visible, result.remarks), *last])
 
 

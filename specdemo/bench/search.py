@@ -4,36 +4,41 @@ The kinds take turns, one prompt after the other. On every prompt the best candi
 even faster, each against plain decoding; the less is known of a candidate, the faster it may be. Others are predicted
 where that is possible: a prediction is scaled by the candidate's own runs, so that candidates are compared over the
 same prompts. The speed-up that is reported, a geometric mean over prompts, counts runs only; its interval contains the
-differences between texts.
+differences between texts. Of a single prompt, which runs again and again, it is that of the runs.
 
 On servers, where a candidate takes long to start, one runs after the other: each on the same prompts, one of every kind
 after the other, until its share of the time is over or it is clearly behind in every kind.
 """
 
 import time
+from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from statistics import geometric_mean
 from typing import Any
 
-from specdemo.core.estimate import Estimate, over_kinds
+from specdemo.core.estimate import MIN_RUNS, Estimate, over_kinds, over_runs
 from specdemo.costs.step import CostModel
 from specdemo.models.errors import Cancelled
 
 NEAR, DOUBT = 0.95, 0.3  # known speed of a candidate, in what it may be at most: NEAR - DOUBT / number of prompts
 RIVALS = 2  # candidates in a race besides the best ones
+KIND_ANSWERS = 9  # that say something of a kind: three prompts, plain decoding and two candidates
 ENOUGH = 4  # races of a kind, if it has so few prompts, and runs of its best candidate
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
     """A candidate on one prompt. speed: its tokens/s in those of plain decoding in the same race; 0: it did not run.
-    numbers: summary of the lane (core.tally.summarise). predicted: what `speed` was expected to be; 0: unknown."""
+    numbers: summary of the lane (core.tally.summarise). predicted: what `speed` was expected to be; 0: unknown.
+    interval: of the speed on this text."""
 
     speed: float
     numbers: Mapping[str, Any] = field(default_factory=dict)
     costs: CostModel | None = None
     predicted: float = 0.0
+    interval: tuple[float | None, float | None] = (None, None)
 
 
 # prompt, candidates -> those that worked, and predictions
@@ -44,7 +49,8 @@ Progress = Callable[[float, str], None]
 @dataclass(slots=True)
 class KindOfWork:
     """One kind of work. samples: candidate -> number of the race -> run or prediction. scales: candidate -> its speed
-    in the predicted one, over all kinds; one that did not run gets the mean of the others."""
+    in the predicted one, over all kinds; one that did not run gets the mean of the others. seconds: of the last race,
+    per lane; before the first one as expected. racing: the candidates of the last race."""
 
     name: str
     prompts: Sequence[str]
@@ -52,15 +58,22 @@ class KindOfWork:
     scales: Mapping[str, float] = field(default_factory=dict)
     failed: set[str] = field(default_factory=set)
     rounds: int = 0
-    seconds: float = 0.0  # of the last race, per lane
+    seconds: float = 0.0
+    racing: Sequence[str] = ()
 
     def runs(self, name: str) -> list[Sample]:
         """Return the runs of a candidate."""
         return [sample for sample in self.samples.get(name, {}).values() if sample.speed]
 
+    def races(self, names: Sequence[str]) -> int:
+        """Return the number of races in which one of the candidates ran."""
+        return len({n for name in names for n, sample in self.samples.get(name, {}).items() if sample.speed})
+
     def speed(self, name: str) -> Estimate | None:
         """Return the measured speed-up of a candidate; None if it did not run."""
         runs = self.runs(name)
+        if 0 < len(runs) < MIN_RUNS and len(self.prompts) == 1:
+            return over_runs([Estimate(run.speed, *run.interval) for run in runs])
         return over_kinds([[run.speed for run in runs]]) if runs else None
 
     def value(self, name: str) -> float:
@@ -102,9 +115,9 @@ class Search:
     """Measures until time is up, every kind is decided, or the user stops it.
 
     prompts: by kind of work. families: drafter -> its candidates, of which the last one runs first. measure: runs
-    candidates on a prompt, each against plain decoding, and predicts others. serve: makes a candidate ready, where they
-    run one after the other; False if that failed. Its time does not count. only: kind -> the candidates that run once
-    on every prompt; None: those that may be the fastest.
+    candidates on a prompt, each against plain decoding, and predicts others. seconds: from `start` on. serve: makes a
+    candidate ready, where they run one after the other; False if that failed. Its time does not count. only: kind ->
+    the candidates that run once on every prompt; None: those that may be the fastest. late: kinds without time.
     """
 
     prompts: Mapping[str, Sequence[str]]
@@ -116,15 +129,40 @@ class Search:
     serve: Callable[[str], bool] | None = None
     only: Mapping[str, Sequence[str]] | None = None
     works: list[KindOfWork] = field(init=False)
+    late: Sequence[str] = ()
     stopped: bool = False
     _scales: dict[str, float] = field(default_factory=dict)
-    _names: list[str] = field(init=False)
     _start: float = field(init=False)
     _doing: str = ""
 
     def __post_init__(self) -> None:
-        self.works = [KindOfWork(name, texts, scales=self._scales) for name, texts in self.prompts.items()]
-        self._names, self._start = [name for family in self.families.values() for name in family], self.now()
+        self.start()
+        self.plan(self.prompts)
+
+    def start(self) -> None:
+        """Start the clock."""
+        self._start = self.now()
+
+    def plan(
+        self, prompts: Mapping[str, Sequence[str]], lane_s: Callable[[str], float] = lambda _: 0.0, alone: bool = False
+    ) -> None:
+        """Set the prompts by kind of work, of the first kinds that there is time for.
+
+        lane_s: prompt -> seconds that a lane is expected to take. alone: the first prompt is the only one where there
+        is no time for twice as many answers.
+        """
+        kinds = [
+            KindOfWork(name, texts, scales=self._scales, seconds=lane_s(texts[0])) for name, texts in prompts.items()
+        ]
+        ends = [*accumulate(KIND_ANSWERS * kind.seconds for kind in kinds)]
+        fit = max(bisect(ends, self.rest), 1)
+        self.works, self.late = kinds[:fit], [kind.name for kind in kinds[fit:]]
+        if alone and 2 * ends[0] > self.rest:
+            self.works[0].prompts = self.works[0].prompts[:1]
+
+    @property
+    def _names(self) -> list[str]:
+        return [name for family in self.families.values() for name in family]
 
     def run(self) -> None:
         """Search. Ctrl-C ends it early."""
@@ -155,6 +193,8 @@ class Search:
         """Return the speed-up of a candidate over all kinds: `over_kinds` of its runs, without interval where it is
         only predicted for one."""
         works = [work for work in self.works if work.value(name)]
+        if len(works) == 1 and (speed := works[0].speed(name)):
+            return speed
         if all(work.runs(name) for work in works):
             return over_kinds([run.speed for run in work.runs(name)] for work in works)
         return Estimate(round(self._mean(name), 4))
@@ -182,7 +222,8 @@ class Search:
 
     def race(self, work: KindOfWork, prompt: str, names: Sequence[str]) -> Mapping[str, Sample]:
         """Run candidates on a prompt, and note how long it took."""
-        self._doing = f"{work.name}, {names[0] if len(names) == 1 else f'{len(names)} candidates'}"
+        self._doing = f"racing on {work.name}, {names[0] if len(names) == 1 else f'{len(names)} candidates'}"
+        work.racing = names
         self.progress()
         begin = self.now()
         samples = self.measure(prompt, names)
@@ -221,6 +262,8 @@ class Search:
         """Race on the next prompt of a kind; return False if it is decided or there is no time. At the end, the fastest
         candidates use the time that is left."""
         fit = int(self.rest / max(work.seconds, 1e-3)) - 1
+        if self.only is None and not work.rounds and self.rest > 0.0 and not any(each.samples for each in self.works):
+            fit = max(fit, 1)  # an answer that ends early says more than none
         names = self._contenders(work)
         if fit < (len(names) if self.only else 1) or not names:
             return False

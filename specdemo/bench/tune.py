@@ -16,10 +16,11 @@ from specdemo.bench.candidates import lanes_to_try, shareable
 from specdemo.bench.prompts import OWN, read_questions
 from specdemo.bench.result import Result, Row, read_result, write_result
 from specdemo.bench.search import KindOfWork, Search
-from specdemo.core.estimate import over_kinds
+from specdemo.core.estimate import Estimate, over_kinds
+from specdemo.core.headline import PLAIN_DECODING
 from specdemo.core.outputs import cache_folder
 from specdemo.core.settings import setting
-from specdemo.core.suggest import suggest
+from specdemo.core.suggest import counted, suggest
 from specdemo.core.tally import ratio
 from specdemo.engine.comparison import Lane, Model
 from specdemo.models.errors import Cancelled
@@ -27,7 +28,7 @@ from specdemo.models.local_models import DrafterFit, in_words
 from specdemo.models.ref import ModelRef
 from specdemo.presets.drafters import ABSENT, PLACES, drafters_of
 from specdemo.presets.files import DEFAULT, preset
-from specdemo.presets.pair import LOOKUPS, pair, work_prompts
+from specdemo.presets.pair import LOOKUPS, kind_of_work, pair, work_prompts
 from specdemo.servers.address import address, allow
 from specdemo.servers.engines import engine_names
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from specdemo.bench.racer import Racer
 
 RACE_LINK = "race"  # column of a row's race as the query of a link
+YOURS = "your prompt"  # kind of work
 MIXED = "mixed"  # category of all kinds together
 MAX_CONTEXT = 4096  # most tokens of a lane of a GGUF model, because every candidate has a cache of its own
 CONFIRMED = 3  # prompts per kind that only --confirm uses
@@ -61,7 +63,10 @@ class Tune(Decoding):
         metavar="FILE",
         flag="--prompts",
     )
-    minutes: float = setting(5.0, "Time for the measurement, without loading.", above=0.0, high=1440.0)
+    prompt: Annotated[str, Field(exclude=True)] = setting(
+        "", "Your prompt, measured first, and alone where time is short.", metavar="TEXT"
+    )
+    minutes: float = setting(5.0, "Time for the measurement, without loading the model.", above=0.0, high=1440.0)
     download: bool = setting(False, "Also try published drafters that are not on this machine.")
     new_tokens: int = new_tokens_field(64)
     confirm: bool = setting(False, "Compare the two best of each kind again, on other prompts.")
@@ -89,6 +94,12 @@ class Tune(Decoding):
         if self.prompt_file is not None:
             prompts = read_questions(self.prompt_file)
         names = list(filter(None, self.work.split(",")))
+        if self.prompt:
+            own = kind_of_work("", self.prompt)
+            own = own if own in prompts else YOURS
+            others = [text for text in prompts.get(own, ()) if text != self.prompt]
+            prompts = {own: [self.prompt, *others]} | {name: prompts[name] for name in prompts if name != own}
+            names = [own if name == YOURS else name for name in names or [YOURS]]
         for name in names:
             if name not in prompts:
                 raise ValueError(f"unknown kind of work {name[:40]!r}; {suggest(name[:40], prompts)}")
@@ -102,32 +113,35 @@ class Tune(Decoding):
 
     def run(self, report: Report, cancelled: Stop) -> Result:
         with closing(self.racer(cancelled)) as racer:
-            search = Search({}, {}, racer.measure, 0.0)  # nothing can race yet
+            search = Search({}, {}, racer.measure, 60.0 * self.minutes, serve=racer.serve)
 
             def progress(share: float, what: str) -> None:
                 report(share, what, lambda: self._result(search, racer, [], running=True))
 
-            try:
-                racer.load(progress)
-                racer.fits = drafters_of(self.target)
-                families = racer.usable({} if self.servers else self.lanes(racer.fits), self.drafts)
-            except (KeyboardInterrupt, Cancelled):
-                return self._stopped(search, racer)
             kinds = self.kinds()
             enough = [name for name, texts in kinds.items() if self.confirm and len(texts) > CONFIRMED]
             held = {name: kinds[name][-CONFIRMED:] for name in enough}
             used = {name: texts[: -CONFIRMED if name in held else None] for name, texts in kinds.items()}
-            seconds = 60.0 * self.minutes * (1.0 - CONFIRM_SHARE * bool(held))
-            self._check_time(len(families), len(kinds), racer.pass_ms.get(1, 0.0))
-            search = Search(used, families, racer.measure, seconds, progress, serve=racer.serve)
-            racer.follow(search)
+            confirm_s = search.seconds * CONFIRM_SHARE * bool(held)
+            search.report, search.seconds = progress, search.seconds - confirm_s
+            try:
+                racer.load(progress)
+                racer.fits = drafters_of(self.target)
+                search.start()
+                racer.follow(search)
+                racer.measure_costs()
+                search.families = racer.usable({} if self.servers else self.lanes(racer.fits), self.drafts)
+                search.plan(used, racer.lane_s, alone=bool(self.prompt))
+                racer.begin("racing")
+            except (KeyboardInterrupt, Cancelled):
+                return self._stopped(search, racer)
             search.run()
             if not any(work.samples for work in search.works):
                 if search.stopped:
                     return self._stopped(search, racer)
                 if racer.failure:
                     raise ValueError(racer.failure)
-            again = search.confirm(held, 60.0 * self.minutes - seconds)
+            again = search.confirm(held, confirm_s)
             if not search.stopped:
                 racer.follow(again)
                 again.run()
@@ -146,7 +160,7 @@ class Tune(Decoding):
 
     def _keep(self, result: Result) -> None:
         """Store the last result of a model on this machine, for the page; none of servers or of a user's prompts."""
-        if self.engine or self.servers or self.prompt_file or self.target.embedded:
+        if self.engine or self.servers or self.prompt_file or YOURS in self.kinds() or self.target.embedded:
             return
         with suppress(OSError, ValueError, RuntimeError):
             file = _kept(self.target)
@@ -170,34 +184,27 @@ class Tune(Decoding):
         spec = preset(DEFAULT).changed(**new, **lookup, target=self.target, dtype=self.dtype, chat=None)
         return ServerRacer(spec, cancelled, program, self.servers)
 
-    def _check_time(self, drafters: int, kinds: int, token_ms: float) -> None:
-        """Raise ValueError if the first race of every drafter and kind takes longer than the time that is given."""
-        least = (drafters + 2 * kinds) * self.new_tokens * token_ms / MOST_GAIN / 60_000.0
-        if least > self.minutes:
-            raise ValueError(
-                f"no time: the first races of {drafters} drafters and {kinds} kinds of work take {least:.2g} minutes; "
-                "give more minutes, fewer kinds of work or fewer new tokens"
-            )
-
     def _result(self, search: Search, racer: "Racer", confirmed: list[str], running: bool = False) -> Result:
         """Return what is measured. running: without a verdict, because the next races may change it."""
-        works = [work for work in search.works if work.ranked()]
-        rows = [
-            _row(work, name, racer.lanes[name], place) | {RACE_LINK: racer.link(name, work.prompts[0])}
-            for work in works
-            for place, name in enumerate(work.ranked())
-        ]
-        if best := search.leader():
-            k = racer.lanes[best].k or None
-            rows.append({"lane": best, "category": MIXED, "k": k, "speed-up": search.mixed(best), "place": 1})
+        works, best = [work for work in search.works if work.ranked()], search.leader()
+        bars = [*_bars(search, racer, best, running)]
         if running:
             lead = f"Best so far: {best} with {search.mixed(best).format()}." if best else "No answer is measured yet."
             remarks = [lead, *racer.remarks()]
-            return Result(self.name, 1, self.config(self.target), racer.environment(), rows, remarks)
+            return Result(self.name, 1, self.config(self.target), racer.environment(), bars, remarks)
+        rows = [
+            _row(work, name, racer.lanes[name], place) for work in works for place, name in enumerate(work.ranked())
+        ]
+        prompts = {work.name: work.prompts[0] for work in search.works}
+        prompts[MIXED] = next(iter(prompts.values()), "")
+        for row in filter(lambda row: row["place"], [*rows, *bars]):
+            row[RACE_LINK] = racer.link(row["lane"], prompts[row["category"]])
+        rows += bars
         remarks = [*_recommendation(search, best), *(_why_not(work) for work in works if not _pays(work))]
         remarks += [*confirmed, *racer.remarks(), *(["Stopped early."] if search.stopped and works else [])]
         rest = [work for work in search.works if not work.ranked()]
         unseen = {work.name: "no usable answer" if work.rounds else "no time" for work in rest}
+        unseen |= dict.fromkeys(search.late, "no time")
         if search.stopped:
             unseen = dict.fromkeys(unseen if works else (), "stopped before it")
         reasons = {why: [name for name in unseen if unseen[name] == why] for why in unseen.values()}
@@ -238,7 +245,8 @@ def best_rows(result: Result) -> Result:
     if result.suite != Tune.name:
         return result
     best = [row for row in result.rows if row.get("place", 1) == 1]
-    return replace(result, rows=[{n: v for n, v in row.items() if n not in ("place", RACE_LINK)} for row in best])
+    unshown = ("place", "state", RACE_LINK)
+    return replace(result, rows=[{n: v for n, v in row.items() if n not in unshown} for row in best])
 
 
 def _row(work: KindOfWork, name: str, lane: Lane, place: int) -> Row:
@@ -254,6 +262,36 @@ def _row(work: KindOfWork, name: str, lane: Lane, place: int) -> Row:
         "prompts": len(runs),
         "place": place + 1,
     }
+
+
+def _bars(search: Search, racer: "Racer", best: str, running: bool) -> Iterator[Row]:
+    """Yield a row per drafter: the best of its candidates with the speed-up over all kinds, the fastest first, then
+    drafters that did not race, and plain decoding. best: the candidate that is the first."""
+    known, idle = list[tuple[str, Estimate, str]](), dict[str, str]()
+    for drafter, family in search.families.items():
+        races, current = sum(work.races(family) for work in search.works), next(filter(racer.so_far, family), "")
+        ran = [name for name in family if any(work.runs(name) for work in search.works)]
+        name = max(ran, key=lambda name: (name == best, search.mixed(name).value), default=current)
+        speed = search.mixed(name) if ran else racer.so_far(current)
+        if speed is None:
+            idle[drafter] = next((racer.notes[name] for name in family if name in racer.notes), "")
+            continue
+        out = search.serve is None and not any({*family} & {*work.racing} for work in search.works)
+        known.append((name, speed, "racing" if current else f"left out after {counted(races, 'race')}" if out else ""))
+    known.sort(key=lambda row: (row[0] == best, row[1].value), reverse=True)
+    for place, (name, speed, state) in enumerate(known, start=1 if best else 2):
+        yield _bar(name, speed, place, state) | {"k": racer.lanes[name].k or None}
+    for drafter, why in (idle | racer.left_out).items():
+        why = why or ("stopped" if search.stopped else "no time" if not running else "")
+        yield _bar(drafter, None, 0, f"not raced: {why}" if why else "waits")
+    runs = [run for work in search.works for name, _, _ in known for run in work.runs(name)]
+    rates = [run.numbers.get("tokens_per_s", 0.0) / run.speed for run in runs] or [racer.rates.get("", 0.0)]
+    if rate := fmean(rates):
+        yield _bar(PLAIN_DECODING, Estimate(1.0, 1.0, 1.0), 0, f"{rate:.3g} tokens/s")
+
+
+def _bar(name: str, speed: Estimate | None, place: int, state: str) -> Row:
+    return {"lane": name, "category": MIXED, "speed-up": speed, "place": place, "state": state}
 
 
 def _totals(work: KindOfWork, name: str) -> dict[str, Any]:

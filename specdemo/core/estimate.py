@@ -174,6 +174,16 @@ def over_repeats(values: Sequence[float]) -> Estimate:
     return Estimate(round(estimate.value, 4), low, high)
 
 
+def over_runs(estimates: Sequence[Estimate]) -> Estimate:
+    """Return the geometric mean of independent estimates of one value, without interval where one has none."""
+    value = round(exp(fmean(log(each.value) for each in estimates)), 4)
+    ends = [(each.low, each.high) for each in estimates if each.low and each.high]
+    if len(ends) < len(estimates):
+        return Estimate(value)
+    half = sqrt(sum(log(high / low) ** 2 for low, high in ends)) / (2 * len(ends))
+    return Estimate(value, round(value * exp(-half), 4), round(value * exp(half), 4))
+
+
 def over_kinds(groups: Iterable[Sequence[float]]) -> Estimate:
     """Return the geometric mean over kinds of the means over their prompts. The interval takes the spread within a kind
     as equal in all of them, so that few prompts of each are enough. groups: positive values of each kind."""

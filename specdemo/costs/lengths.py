@@ -38,7 +38,7 @@ def usual_length(pass_ms: Mapping[int, float], draft_ms: Callable[[int], float])
 
 
 def draft_lengths(pass_ms: Mapping[int, float], draft: float, longest: int) -> list[int]:
-    """Return the fewest draft lengths of which one is near the best at every acceptance rate, sorted; [1] if no length
+    """Return the fewest draft lengths of which one is near the best at every acceptance rate, sorted; none if no length
     is faster than plain decoding at any rate.
 
     pass_ms: slots -> time of a pass. draft: time to draft a token, in passes. longest: the first length that is too
@@ -54,7 +54,7 @@ def draft_lengths(pass_ms: Mapping[int, float], draft: float, longest: int) -> l
     while rest:
         lengths.append(max(near, key=lambda k: (len(near[k] & rest), -k)))
         rest -= near[lengths[-1]]
-    return sorted(lengths) or [1]
+    return sorted(lengths)
 
 
 def usual_tree(

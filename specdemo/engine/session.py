@@ -79,6 +79,7 @@ class Session:
         """budget_bytes: limit for all loaded models, including unused ones; None: half of the free memory."""
         self.lock = threading.Lock()
         self.explains = True  # False: runs do not examine why two texts diverge, which reads them again
+        self.keeps_threads = False  # True: runs use the threads that were chosen when the target was loaded
         self._budget = budget_bytes
         self._models: dict[ModelKey, _Loaded] = {}  # least recently used first, a target after its drafters
         self._target: ModelKey = ()
@@ -134,10 +135,10 @@ class Session:
                 measure_passes(self.target())
             self._lanes(spec)
 
-    def place_models(self, spec: Comparison) -> None:
+    def place_models(self, spec: Comparison, progress: LoadProgress = no_progress) -> None:
         """Load the models onto their devices without any computation, because the device may not be attached yet."""
         with self.lock:
-            self._load(spec, no_progress)
+            self._load(spec, progress)
 
     def run(
         self, spec: Comparison, cancelled: Callable[[], bool] = never_cancelled, progress: LoadProgress = no_progress
@@ -226,7 +227,7 @@ class Session:
         thread_limit.start_run()
         target = self.target()
         used = before = target.threads
-        if before:
+        if before and not self.keeps_threads:
             used = fastest_threads(target, (spec.threads,) if spec.threads else thread_counts(), RUN_SECONDS)
         if used != before:
             target.pass_ms.clear()

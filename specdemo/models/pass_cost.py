@@ -93,14 +93,10 @@ def pass_times(
     return times
 
 
-def measure_passes(target: Target, again: bool = False) -> dict[int, float]:
+def measure_passes(target: Target) -> dict[int, float]:
     """Return `Target.pass_ms`, measured in about CURVE_SECONDS where it is empty. It stays empty for a model without a
-    position after a text of one token.
-
-    again: measure passes of less than SLOW_MS once more; a busy second is a small part of longer ones. A lower cost
-    replaces an earlier one, because other programs only slow passes down.
-    """
-    if target.max_length < 2 or (target.pass_ms and not (again and target.pass_ms[1] < SLOW_MS)):
+    position after a text of one token."""
+    if target.max_length < 2 or target.pass_ms:
         return target.pass_ms
     plain_ms = min(pass_times(target, (1,), 1)[1])
     widths = CURVE_WIDTHS if plain_ms < SLOW_MS else SLOW_WIDTHS
@@ -109,8 +105,7 @@ def measure_passes(target: Target, again: bool = False) -> dict[int, float]:
     plain = median(times[1])
     # ratios within a round, because other programs slow down all passes of a round
     ratios = {n: median(map(truediv, repeats, times[1])) for n, repeats in times.items()}
-    measured = {n: round(plain * ratio, 4) for n, ratio in ratios.items()}
-    target.pass_ms.update({n: min(ms, target.pass_ms.get(n, ms)) for n, ms in measured.items()})
+    target.pass_ms.update({n: round(plain * ratio, 4) for n, ratio in ratios.items()})
     return target.pass_ms
 
 

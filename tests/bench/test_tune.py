@@ -11,9 +11,12 @@ import pytest
 from specdemo.__main__ import main
 from specdemo.bench.candidates import SURE, race_link, settings_to_copy, shareable, with_lengths
 from specdemo.bench.prompts import OWN
+from specdemo.bench.racer import EXCLUDED, STAGES
+from specdemo.bench.report import bench_report
 from specdemo.bench.result import Result, read_result, to_json
 from specdemo.bench.search import Sample, Search
-from specdemo.bench.tune import Tune, _confirmed, _recommendation
+from specdemo.bench.tune import RACE_LINK, YOURS, Tune, _bars, _confirmed, _recommendation
+from specdemo.core.estimate import Estimate, over_runs
 from specdemo.core.protocol import Budget, TargetFacts
 from specdemo.costs.lengths import draft_lengths
 from specdemo.costs.step import CostModel
@@ -25,7 +28,7 @@ from specdemo.models.shipped import embedded_folder
 from specdemo.presets.drafters import drafters_of, published_drafters
 from specdemo.presets.files import load_presets
 from specdemo.presets.link import from_query
-from specdemo.presets.pair import LOOKUPS, pair
+from specdemo.presets.pair import LOOKUPS, pair, work_prompts
 from specdemo.servers import address
 from tests.completion_server import completion_server, piece
 from tests.servers.stand_in import gone, make, started
@@ -328,13 +331,14 @@ def offered(target, named=(), download=False):
 def test_candidates_are_the_drafters_of_this_machine():
     lanes = offered("code", [ModelRef("code-draft")])
     found = {name: with_lengths(name, lane, FLAT) for name, lane in lanes.items()}
-    assert {"ngram", "suffix", "draft_model code-draft", "eagle code-eagle-1"} <= {*found}
+    assert {"Prompt lookup", "Suffix decoding", "Draft model (code-draft)", "EAGLE (code-eagle-1)"} <= {*found}
     names = [lane.name for lanes in found.values() for lane in lanes]
     assert len({*names}) == len(names)
-    assert [lanes[0].method for lanes in (found["ngram"], found["suffix"])] == ["adaptive"] * 2
-    assert [lane.k for lane in found["suffix"]] == [14, 14]  # it chooses shorter drafts itself
-    (sure,) = [lane for lane in found["draft_model code-draft"] if lane.options == {"p_min": SURE}]
-    assert sure.name == f"draft_model code-draft, k={sure.k}, p_min={SURE}" and sure.k == 10
+    assert [lanes[0].method for lanes in (found["Prompt lookup"], found["Suffix decoding"])] == ["adaptive"] * 2
+    assert [lane.k for lane in found["Suffix decoding"]] == [14, 14]  # it chooses shorter drafts itself
+    drafts = with_lengths("Draft model (code-draft)", lanes["Draft model (code-draft)"], FLAT, 0.1)
+    (sure,) = [lane for lane in drafts if lane.options == {"p_min": SURE}]
+    assert sure.name == f"Draft model (code-draft), k={sure.k}, p_min={SURE}" and sure.k == 10
 
 
 def test_published_drafters_are_candidates_where_they_are_here_or_may_be_downloaded():
@@ -356,7 +360,7 @@ def test_the_shipped_head_of_a_downloaded_model_is_found_by_every_name_of_the_mo
     ("target", "tried"), [("facebook/layerskip-llama2-7B", True), ("x/layerskip-8b.gguf", True), ("x/llama", False)]
 )
 def test_layer_skip_is_tried_where_a_model_was_trained_for_it(target, tried):
-    assert ("layer_skip" in offered(target)) is tried
+    assert ("Layer skip" in offered(target)) is tried
 
 
 def test_the_built_in_prompts_cover_six_kinds_of_work():
@@ -383,7 +387,6 @@ def test_prompts_of_a_file_replace_the_built_in_ones(tmp_path):
     [
         (["code", "--draft", "stories-medusa"], "does not fit"),
         (["code", "--work", "poetry"], "unknown kind of work 'poetry'"),
-        (["code", "--minutes", "0.001"], "no time"),
         (["code", "--engine", "vllm", "--command", "/nowhere/vllm"], "there is no program /nowhere/vllm"),
         (["code", "--server", "http://127.0.0.1:1"], "--server is needed twice"),
         (["code", "--engine", "vllm", *["--server", "127.0.0.1:1"] * 2], "exclude each other"),
@@ -416,6 +419,7 @@ def test_tunes_an_embedded_model_and_shows_the_stored_result(tmp_path, capsys):
 def test_why_texts_part_is_examined_once_for_each_candidate_where_rounding_may_differ(monkeypatch):
     racer = Tune.build({"target": "code", "new_tokens": 8}).racer(lambda: False)
     racer.load(lambda *_: None)
+    racer.measure_costs()
     racer.usable({"ngram": Lane(method="ngram")}, [])
     seen = []
     monkeypatch.setattr("specdemo.engine.session.compare_outputs", lambda trace, *how: seen.append(how[-1]))
@@ -436,6 +440,7 @@ def test_an_answer_ends_in_time_and_at_a_stop_and_counts_as_far_as_it_came(ends)
     checks = count()
     racer = Tune.build({"target": "code", "new_tokens": 400}).racer(lambda: ends == "stop" and next(checks) > 40)
     racer.load(lambda *_: None)
+    racer.measure_costs()
     (name, *_) = racer.usable({"ngram": Lane(method="ngram")}, [])["ngram"]
     checks = count()  # of the race alone
     if ends == "time":
@@ -448,7 +453,7 @@ def test_an_answer_ends_in_time_and_at_a_stop_and_counts_as_far_as_it_came(ends)
             racer.measure("def find(text):", [name])
 
 
-@pytest.mark.parametrize("last", ["loading", "story"])
+@pytest.mark.parametrize("last", ["loading", "racing"])
 def test_a_stop_before_the_first_answer_keeps_the_costs_of_passes_and_no_run_in_progress_has_a_verdict(last):
     seen, partial = [""], []
 
@@ -458,7 +463,8 @@ def test_a_stop_before_the_first_answer_keeps_the_costs_of_passes_and_no_run_in_
 
     tune = Tune.build({"target": "stories"})
     result = tune.run(report, lambda: seen[-1].startswith(last) and "Passes" in str(partial[-1]))
-    assert result.rows == [] and result.remarks[0].startswith("Stopped before an answer was measured")
+    assert {row["state"] for row in result.rows} <= {"not raced: stopped"}
+    assert result.remarks[0].startswith("Stopped before an answer was measured")
     assert "Passes: 1 token " in result.remarks[1] and "no time" not in str(result.remarks)
     for running in partial:
         assert running.remarks[0] == "No answer is measured yet." and "Not measured" not in str(running.remarks)
@@ -486,7 +492,8 @@ def test_what_was_not_measured_or_confirmed_is_named_with_the_reason(monkeypatch
     again.run()
     confirmed = [*_confirmed(search, again)]
     assert confirmed == ["own: not confirmed: no other prompt worked."]
-    idle = SimpleNamespace(lanes=lanes, link=lambda *_: "", environment=dict, remarks=list, fits=[])
+    idle = SimpleNamespace(lanes=lanes, link=lambda *_: "", environment=dict, remarks=list, fits=[], rates={})
+    idle.notes, idle.left_out, idle.so_far = {}, {"C": "the model is damaged"}, {}.get
     remarks = Tune.build({"target": "code"})._result(search, idle, confirmed).remarks
     assert remarks[-2:] == ["Not measured: bad, no usable answer.", "Not measured: late, no time."]
     idle.fits = [DrafterFit(ModelRef("code.gguf"), "draft_model", False, "damaged", "LM Studio")]
@@ -494,6 +501,113 @@ def test_what_was_not_measured_or_confirmed_is_named_with_the_reason(monkeypatch
     assert remarks[-1] == "On this machine: no draft model; damaged: code.gguf."
     (late,) = _confirmed(search, search.confirm({"own": ["good"]}, 0.0))
     assert late == "own: not confirmed: there was no time."
+
+
+def test_a_prompt_is_measured_first_and_alone_where_time_is_short():
+    own = Tune.build({"target": "model", "prompt": "Write a poem."})
+    assert own.kinds() == {YOURS: ["Write a poem."]}
+    known = work_prompts()["json"][3]
+    (kind, texts), *rest = Tune.build({"target": "model", "prompt": known, "work": f"chat,{YOURS}"}).kinds().items()
+    assert (kind, texts[0], len(texts)) == ("json", known, len({*work_prompts()["json"]}))
+    assert [name for name, _ in rest] == ["chat"] and "prompt" not in own.config("x")
+    late = ["chat"]
+    for lane_s, alone, left in ((10.0, True, ([1], late)), (10.0, False, ([8], late)), (6.0, True, ([8, 8], []))):
+        search = Search({}, {}, None, 120.0, now=lambda: 0.0)
+        search.plan({"json": PROMPTS, "chat": PROMPTS}, lambda _, seconds=lane_s: seconds, alone)
+        assert ([len(work.prompts) for work in search.works], search.late) == left
+
+
+def test_one_prompt_has_the_interval_of_its_runs_and_several_need_three():
+    sample = Sample(1.5, interval=(1.4, 1.6))
+    for prompts, known in ((["only"], True), (PROMPTS, False)):
+        search = Search({"own": prompts}, {"x": ["a"]}, scripted({"a": sample}, {"a": sample}), 9.0)
+        search.run()
+        speed = search.mixed("a")
+        assert speed == search.works[0].speed("a") and (speed.low is not None) is known
+    assert over_runs([Estimate(1.5, 1.4, 1.6)] * 4).low == pytest.approx(1.45, abs=0.01)
+    assert over_runs([Estimate(1.0), Estimate(4.0, 3.0, 5.0)]) == Estimate(2.0)
+
+
+def test_a_race_begins_even_if_there_is_no_time_for_all_of_it():
+    search = Search({}, {"x": ["a"], "y": ["b"]}, scripted({"a": Sample(1.5)}), 9.0, now=lambda: 0.0)
+    search.plan({"own": PROMPTS}, lambda _: 60.0)
+    search.run()
+    assert search.works[0].racing == ["a"] and search.leader() == "a"
+
+
+def test_what_the_costs_of_passes_exclude_is_not_loaded_and_one_lookup_is_raced_all_the_same(monkeypatch):
+    racer = Tune.build({"target": "code"}).racer(lambda: False)
+    racer.load(lambda *_: None)
+    racer.pass_ms = {1: 10.0, 2: 21.0, 8: 90.0}
+    loaded = []
+    monkeypatch.setattr(racer._session, "load", lambda spec, _: loaded.append(spec.lanes[0].method))
+    lanes = {
+        "draft": Lane(method="draft_model", model="code-draft"),
+        "s": Lane(method="suffix"),
+        "n": Lane(method="ngram"),
+    }
+    assert racer.usable(lanes, ["code-draft"]) == {"n": ["n, k=1"]} and loaded == ["ngram"]
+    assert racer.left_out == {"draft": EXCLUDED, "s": EXCLUDED}
+
+
+def test_a_drafter_that_drafts_slowly_is_excluded_after_it_was_loaded():
+    racer = Tune.build({"target": "code"}).racer(lambda: False)
+    racer.load(lambda *_: None)
+    racer.pass_ms = {1: 10.0, 2: 11.0, 4: 13.0, 8: 17.0}
+    big = {"draft": Lane(method="draft_model", model="code")}
+    assert racer.usable(big, []) == {} and racer.left_out == {"draft": EXCLUDED}
+
+
+def test_drafters_load_in_a_third_of_the_time_and_the_others_are_named(monkeypatch):
+    racer = Tune.build({"target": "code"}).racer(lambda: False)
+    racer.load(lambda *_: None)
+    racer.measure_costs()
+    rest = iter([90.0, 61.0, 59.0])
+
+    def load(spec, progress):
+        if spec.lanes[0].model:
+            progress(0.5, "reading")
+
+    monkeypatch.setattr(racer._session, "load", load)
+    racer.rest = lambda: next(rest)
+    families = racer.usable({"draft": Lane(method="draft_model", model="code-draft"), "n": Lane(method="ngram")}, [])
+    assert {*families} == {"n"} and racer.left_out == {"draft": "no time"}
+
+
+def test_stages_and_the_race_so_far_are_seen_while_it_runs(capsys):
+    tune, seen = Tune.build({"target": "stories", "minutes": 0.4, "new_tokens": 32}), []
+    result = tune.run(lambda share, what, so_far: seen.append((share, what, so_far())), lambda: False)
+    assert [share for share, *_ in seen] == sorted(share for share, *_ in seen)
+    stages = [dict(running.environment["stages"]) for *_, running in seen]
+    assert all([*each] == [*STAGES] for each in stages)
+    begun = [max((n for n, seconds in enumerate(each.values()) if seconds), default=0) for each in stages]
+    assert begun == sorted(begun) and begun[-1] == STAGES.index("racing")
+    assert sum(list(result.environment["stages"].values())[1:]) < 29.0  # the deadline, without the target
+    racing = [row for *_, running in seen for row in running.rows if row["state"] == "racing"]
+    assert racing and all(row["speed-up"].value and not row.get(RACE_LINK) for row in racing)
+    rows = [row for row in result.rows if row["category"] == "mixed"]
+    assert [row["place"] for row in rows if row["place"]] == sorted(row["place"] for row in rows if row["place"])
+    assert rows[-1]["lane"] == "plain decoding" and re.fullmatch(r"[\d.]+ tokens/s", rows[-1]["state"])
+    assert "racing" not in {row["state"] for row in rows} and all(row[RACE_LINK] for row in rows if row["place"])
+    assert re.search(
+        r"Loading the model \d+ s, measuring passes \d+ s, loading drafters \d+ s, racing", bench_report(result)
+    )
+
+
+def test_a_candidate_that_fell_behind_is_left_out_after_its_races():
+    speeds = {
+        "a": Sample(2.0, NUMBERS),
+        "b": Sample(1.9, NUMBERS),
+        "c": Sample(1.8, NUMBERS),
+        "d": Sample(0.3, NUMBERS),
+    }
+    families = {name: [name] for name in speeds}
+    search = Search({"own": PROMPTS}, families, scripted(*[speeds] * 2), 9.0)
+    search.run()
+    lanes = {name: Lane(method="ngram", name=name) for name in speeds}
+    racer = SimpleNamespace(lanes=lanes, notes={}, left_out={}, rates={}, so_far={}.get)
+    states, out = {row["lane"]: row["state"] for row in _bars(search, racer, "a", False)}, "left out after 2 races"
+    assert states == {"a": "", "b": "", "c": out, "d": out, "plain decoding": "11.1 tokens/s"}
 
 
 def prompts_of(folder, count):
@@ -518,10 +632,14 @@ def test_an_engine_runs_its_candidates_one_after_the_other_on_the_same_prompts(t
     asked = [prompt for prompt in asked if prompt.startswith("prompt")]
     assert asked == [f"prompt {n}" for turn in ((0, 1), (0, 1), (2, 3, 4), (2, 3, 4)) for n in turn for _ in range(2)]
     assert gone(engine)
-    assert printed.startswith("tune | vLLM 9.9, ") and "own: on 3 other prompts draft_model code-draft" in printed
-    assert "Left out: ngram, vLLM 9.9 has no method 'ngram'." in printed and "adaptive" not in printed
+    assert printed.startswith("tune | vLLM 9.9, ") and "own: on 3 other prompts Draft model (code-draft)" in printed
+    assert "Left out: Prompt lookup, vLLM 9.9 has no method 'ngram'." in printed and "adaptive" not in printed
     result = read_result(out)
-    assert {row["lane"] for row in result.rows} == {"draft_model code-draft, k=3", "draft_model code-draft, k=7"}
+    raced = {row["lane"] for row in result.rows if row["place"]}
+    assert raced == {"Draft model (code-draft), k=3", "Draft model (code-draft), k=7"}
+    assert {row["state"] for row in result.rows if row["lane"] == "Prompt lookup"} == {
+        "not raced: vLLM 9.9 has no method 'ngram'"
+    }
     assert result.config["engine"] == "vllm" and "command" not in result.config
 
 
@@ -532,7 +650,7 @@ def test_two_servers_are_compared(tmp_path, monkeypatch, capsys):
         servers = ["--server", plain.address, "--server", other.address]
         assert main(["tune", "some/model", *servers, *prompts_of(tmp_path, 3), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    rows = shown["rows"]
+    rows = [row for row in shown["rows"] if row["place"]]
     why = [line for line in shown["remarks"] if line.startswith("own: ")]  # none if noise made the second one faster
     assert all(line.endswith("; the server does not report its drafts.") for line in why)
     assert [(row["category"], row["lane"]) for row in rows] == [

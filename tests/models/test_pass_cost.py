@@ -77,20 +77,3 @@ def test_passes_of_models_with_few_positions_are_measured_as_far_as_they_go(monk
     sizes = {"n_positions": positions, "n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 11}
     target = HFTarget(GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2)).eval())
     assert list(measure_passes(target)) == widths
-
-
-def test_long_passes_are_not_measured_again(monkeypatch):
-    monkeypatch.setattr(pass_cost, "pass_times", None)
-    assert measure_passes(Quantised("Q4_1", 160.0, 170.0), again=True) == {1: 160.0, 2: 170.0}
-
-
-@pytest.mark.parametrize("busy", [[{8: 40.0}], [{1: 25.0, 8: 40.0}, {}], [{}, {1: 25.0, 8: 40.0}]])
-def test_a_busy_second_does_not_change_the_costs_if_they_are_measured_again(monkeypatch, busy):
-    target = Quantised("Q4_1")
-    quiet = {1: 10.0, 2: 12.0, 4: 19.0, 8: 20.0}
-    rounds = iter([*busy, {}])
-    for again in [False] + [True] * len(busy):
-        times = {n: [ms] * 6 for n, ms in (quiet | next(rounds)).items()}
-        monkeypatch.setattr(pass_cost, "pass_times", lambda *_, found=times, **named: found)
-        measure_passes(target, again=again)
-    assert target.pass_ms == quiet
