@@ -59,12 +59,12 @@ def test_replay_prints_the_same_numbers_without_a_model(stored, capsys, monkeypa
     out = capsys.readouterr().out
     trace = from_json(stored.read_bytes())
     assert trace.prompt + trace.lanes[0].text in out
-    assert "[Baseline, Draft model (stories-draft-wide), Draft model (stories-draft-deep)]" in out
+    assert "[Baseline, Draft 1.3M, stories-draft-wide, Draft 1.3M, stories-draft-deep]" in out
     table = {line[:35].strip(): line[35:].split() for line in out.splitlines() if line.startswith(("Base", "Draft"))}
     for lane in trace.lanes:
         tokens, speed, *_ = table[lane.name]
         assert (tokens, speed) == ("16", f"{lane.summary['tokens_per_s']:.1f}")
-    assert table["Draft model (stories-draft-deep)"][-1] == "identical"
+    assert table["Draft 1.3M, stories-draft-deep"][-1] == "identical"
     assert "embedded-three-lanes | target stories | float32 | " in out
     assert out.count(": a step takes as long as ") == 2
 

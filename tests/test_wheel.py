@@ -101,7 +101,7 @@ def test_an_installed_copy_works_in_an_empty_folder_and_without_the_page_only_th
     code = ("import sys", "before = dict(sys.modules)", absent, WITHOUT_PAGE, WITH_PAGE)
     done = processes.run("-c", "\n".join(code), cwd=tmp_path, env=installed)
     assert done.returncode == 0, done.stderr
-    assert '"id": "qwen3-8b"' in done.stdout and "Draft model (stories-draft-wide)" in done.stdout
+    assert '"id": "qwen3-8b"' in done.stdout and "Draft 1.3M" in done.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"t.json", "k.html"}
     for missing in (
         "stories-target",

@@ -12,7 +12,7 @@ from specdemo.core.rules import DEFAULT_RULE
 from specdemo.core.suggest import program
 from specdemo.costs.lengths import MAX_K, draft_lengths
 from specdemo.costs.passes import pass_ratio
-from specdemo.engine.comparison import Lane
+from specdemo.engine.comparison import Lane, lane_names
 from specdemo.methods import BASELINE, SYNTHETIC, method, wrappable
 from specdemo.methods.facts import FACTS
 from specdemo.models.local_models import DrafterFit, local_models
@@ -50,12 +50,10 @@ def lanes_to_try(target: ModelRef, named: Sequence[ModelRef], fits: Sequence[Dra
             lanes += [lane if lane.tree_nodes else lane.model_copy(update={"k": 0}) for lane in tried]
     lanes += [Lane(method=fit.method, model=fit.drafter) for fit in fits]
     lanes += [Lane(method=name) for name, facts in FACTS.items() if any(x in target.base_name for x in facts.targets)]
-    found: dict[str, Lane] = {}
+    found: dict[object, Lane] = {}
     for lane in lanes:
-        options = "".join(f", {name}={value}" for name, value in lane.options.items())
-        model = f" ({lane.model.short_label})" if lane.model else ""
-        found.setdefault(f"{method(lane.method).title}{model}{options}", lane)
-    return found
+        found.setdefault((lane.method, lane.model, *lane.options.items()), lane)
+    return dict(zip(lane_names([*found.values()]), found.values(), strict=True))
 
 
 def _comparable(lane: Lane) -> bool:
@@ -131,7 +129,8 @@ def settings_to_copy(preset: Preset, engine: str = "") -> list[str]:
         return lines
     for reader in READERS.values():
         if lane.k and lane.method in reader.drafts_with:
-            fields = reader.draft_request(lane.model.short_label if lane.model else "", lane.k)
+            model = lane.model.label.partition("@")[0].rpartition("/")[2] if lane.model else ""
+            fields = reader.draft_request(model, lane.k)
             how = f"{fields} in the request; " if fields else ""
             lines.append(f"{reader.title}: {how}{reader.draft_length_setting(lane.k)}")
     if lane.method in GENERATE and not target.gguf:

@@ -5,7 +5,7 @@ the fields (core/settings.py). Importing this needs no torch. Every rejection is
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
@@ -17,9 +17,18 @@ from specdemo.core.settings import BaseOptions, Settings, changed_values, settin
 from specdemo.core.suggest import DEVICES, counted, program, short_repr, suggest
 from specdemo.core.trace import BASELINE_LANE
 from specdemo.costs.lengths import DEFAULT_LENGTH, MAX_K
-from specdemo.methods import BASELINE, METHODS, MODEL_OPTIONS, check_model, method, parse_options
+from specdemo.methods import (
+    BASELINE,
+    METHODS,
+    MODEL_OPTIONS,
+    check_model,
+    facts_of,
+    method,
+    model_method,
+    parse_options,
+)
 from specdemo.models.ref import ModelRef
-from specdemo.servers.address import address
+from specdemo.servers.address import address, host
 
 if TYPE_CHECKING:  # these import torch
     from specdemo.core.accept import AcceptRule
@@ -30,6 +39,7 @@ MAX_NEW_TOKENS = 1024
 MAX_PROMPT_CHARACTERS = 100_000  # characters
 MAX_REPEATS = 20
 MAX_GRAMMAR = 20_000  # characters
+AUTO = "auto"  # k = 0 in words
 
 
 def _printable(text: str, allowed: str = "\t\n\r") -> str:
@@ -105,7 +115,7 @@ class Lane(Settings):
         MAX_K,
         1,
         label="Draft length k",
-        info="0: measured",
+        words={"0": AUTO},
     )
     options: Options = setting({}, "Options of the method.")
     acceptance: RuleName = setting(
@@ -118,6 +128,26 @@ class Lane(Settings):
     name: Name = setting("")
     server: Server | None = setting(None)
     served_model: Model | None = None
+
+    @property
+    def title(self) -> str:
+        """Return the method in words: `Draft 0.5B`, `EAGLE`, `Adaptive length (Prompt lookup)`; on a server also the
+        draft length and the server."""
+        drafter = model_method(self.method, self.options)
+        words = facts_of(drafter).title
+        if drafter == "draft_model" and self.model and self.model.size:
+            words = f"Draft {self.model.size}"
+        if drafter != self.method:
+            words = f"{facts_of(self.method).title} ({words})"
+        on_server = f"{f', k = {self.k}' if self.k else ''} on {host(self.server)}" if self.server else ""
+        return words + on_server
+
+    @property
+    def differences(self) -> tuple[str, ...]:
+        """Return what tells lanes of one title apart, the most telling first; empty texts for what is not set."""
+        options = ", ".join(f"{name} = {value}" for name, value in self.options.items())
+        rule = "" if self.acceptance == DEFAULT_RULE else RULES[self.acceptance].label(self.acceptance)
+        return self.model.short_name if self.model else "", options, f"k = {self.k or AUTO}", rule
 
     @property
     def models(self) -> tuple[ModelRef, ...]:
@@ -275,6 +305,11 @@ class Comparison(Settings):
         plain = Lane(method=BASELINE, name=BASELINE_LANE, server=self.server, served_model=self.served_model)
         return plain.model_copy(update={"k": 0}), *self.lanes
 
+    @cached_property
+    def lane_names(self) -> tuple[str, ...]:
+        """Return the names of `lane_names`, that of lane 0 included."""
+        return lane_names(self.all_lanes)
+
     @property
     def all_remote(self) -> bool:
         """Return True if all lanes run on servers, so that no local model is needed."""
@@ -289,3 +324,14 @@ class Comparison(Settings):
         """Return a copy with other values, as validated by its methods too. Raises ValueError with one line."""
         changed = super().changed(**changes)
         return changed.model_copy(update={"lanes": [lane.validated() for lane in changed.lanes]})
+
+
+def lane_names(lanes: Sequence[Lane]) -> tuple[str, ...]:
+    """Return a name for people for every lane: its own, or else its title. Lanes of one title add what tells them
+    apart: drafter, options, draft length or acceptance rule."""
+    names = [lane.name or lane.title for lane in lanes]
+    for differences in zip(*(lane.differences for lane in lanes), strict=True):
+        named = [*zip(names, differences, strict=True)]
+        differs = [len({other for name, other in named if name == own}) > 1 for own in names]
+        names = [f"{name}, {own}" if own and add else name for (name, own), add in zip(named, differs, strict=True)]
+    return tuple(names)

@@ -32,7 +32,7 @@ from specdemo.models.grammar import compile_grammar
 from specdemo.models.prefix_reuse import PrefixCachedLlamaCpp, PrefixCachedTarget, prefix_cached
 from specdemo.models.text import Detokenizer, encode, token_text
 from specdemo.servers import lane as servers
-from specdemo.servers.address import check_listed, host, machine
+from specdemo.servers.address import check_listed, machine
 from specdemo.servers.engines import draft_request
 
 WARM_UP_PROMPT = 64  # most tokens of a prompt that a CPU reads before a run
@@ -158,9 +158,8 @@ class LocalLane(RunningLane):
         unset = [name for name in options if name not in spec.all_lanes[index].options]
         unset += ["k"] if lane.k != spec.all_lanes[index].k else []
         unset += [f"acceptance.{name}" for name in of_rule if name not in lane.acceptance_options]
-        trace = LaneTrace(
-            lane_name(lane), lane.method, trace_options, _exact(lane), prompt_ids, messages=messages, defaults=unset
-        )
+        name, exact = spec.lane_names[index], _exact(lane)
+        trace = LaneTrace(name, lane.method, trace_options, exact, prompt_ids, messages=messages, defaults=unset)
         super().__init__(trace)
         _note_differences(self.trace, spec, lane)
         self.target, self._models = models.target, models
@@ -285,10 +284,8 @@ class ServerLane(RunningLane):
         lane = spec.all_lanes[index]
         assert lane.server is not None
         messages = chat_messages(spec, _wants_chat(spec) if template is None else template)
-        drafts = f", k = {lane.k}" if lane.k else ""
-        # method and k as described by the preset
-        name = lane.name or f"{lane_name(lane)}{drafts} on {host(check_listed(lane.server))}"
-        super().__init__(LaneTrace(name, lane.method, {}, _exact(lane), [], messages=messages))
+        check_listed(lane.server)
+        super().__init__(LaneTrace(spec.lane_names[index], lane.method, {}, _exact(lane), [], messages=messages))
         _note_differences(self.trace, spec, lane)
         config = GenerationConfig(spec.max_new_tokens, spec.sampling, Budget(0, 0), spec.seed)
         forms = ("chat/completions",) if messages else _forms(spec, template)
@@ -332,17 +329,6 @@ def chat_messages(spec: Comparison, template: bool) -> list[ChatMessage]:
         raise ValueError("text completion has no thinking mode; leave thinking at default or turn chat on")
     system = [{"role": "system", "content": spec.system}] if spec.system else []
     return [*system, *map(dict, spec.history), {"role": "user", "content": spec.prompt}] if chat else []
-
-
-def lane_name(lane: Lane) -> str:
-    """Return the lane's name, or its method's title and model or, without one, the method that drafts for it."""
-    if lane.name:
-        return lane.name
-    title: str = method(lane.method).title
-    if lane.model is not None:
-        return f"{title} ({lane.model.short_label})"
-    inner = lane.options.get("drafter")
-    return f"{title} ({method(inner).title})" if isinstance(inner, str) else title
 
 
 def _grammar(spec: Comparison, target: Target, tokenizer: PreTrainedTokenizerBase) -> Grammar | None:

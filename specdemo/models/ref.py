@@ -4,11 +4,14 @@ client of the hub.
 
 import os
 import re
+from contextlib import suppress
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 
+from specdemo.core.safe_io import read_json
 from specdemo.models import packaged
+from specdemo.models.gguf_header import Header, read_header
 from specdemo.models.shipped import EMBEDDED, embedded_folder
 
 SUFFIX = ".gguf"
@@ -16,6 +19,9 @@ OLLAMA = "ollama:"
 HUB_GGUF = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?:[\w.-]+")
 WEIGHTS = ("*.gguf", "*.safetensors", "*.bin", "config.json")  # files of a model's folder that its hash covers
 SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # of each file; reading all of a large model takes a minute
+SIZE = re.compile(r"(?<![\w.])((?:[AE]|\d+x)?\d+(?:\.\d+)?[KMBT])(?![\w.])", re.IGNORECASE)  # 0.5B, E4B, 8x7B
+UNSAID = ("instruct", "it", "chat", "gguf", "hf", "latest")  # words of names that a title leaves out
+SPELLINGS = {"Smollm": "SmolLM", "Deepseek": "DeepSeek", "Gpt Oss": "gpt-oss", "Gpt": "GPT", "Eagle": "EAGLE"}
 
 
 class ModelRef(str):
@@ -104,26 +110,62 @@ class ModelRef(str):
         return re.split(r"[/\\]", self.rstrip("/\\"))[-1] if marks or Path(self).exists() else str(self)
 
     @property
-    def short_label(self) -> str:
-        """Return the name without organisation, folders and revision."""
-        return self.label.partition("@")[0].rpartition("/")[2]
-
-    @property
     def base_name(self) -> str:
         """Return the name without organisation, revision, quantisation and format, in lower case: that of all files of
         one model."""
-        if self.startswith(OLLAMA):
-            return self.removeprefix(OLLAMA).rpartition("/")[2].replace(":", "-").lower()
+        return self._stem.lower()
+
+    @property
+    def _stem(self) -> str:
         name = packaged.HUB_ID if self in packaged.DOWNLOADS else self
-        last = name.rstrip("/").rpartition("/")[2].partition("@")[0].partition(":")[0].lower().removesuffix(SUFFIX)
-        quantisation = quantisation_in(last).lower()
-        return (
-            re.sub(r"-\d{5}-of-\d{5}$", "", last)
-            .removesuffix("-gguf")
-            .removesuffix(quantisation)
-            .rstrip("-._")
-            .removesuffix("-ud")
-        )
+        last = name.rstrip("/").rpartition("/")[2]
+        if self.startswith(OLLAMA):
+            last = last.removeprefix(OLLAMA).replace(":", "-")
+        last = last.partition("@")[0].partition(":")[0]
+        last = re.sub(r"(?i)(-\d{5}-of-\d{5})?(\.|-)gguf$", "", last)
+        quantisation = re.escape(quantisation_in(last))
+        return re.sub(rf"(?i)([-._]+ud)?[-._]+{quantisation}$", "", last) if quantisation else last
+
+    @property
+    def short_name(self) -> str:
+        """Return the name for people: family, size and type of the weights, such as `Qwen2.5 Coder 1.5B · Q4_K_M`.
+
+        What the name of a GGUF file does not state is read from its header; one of unknown size keeps its name.
+        """
+        if self.embedded or (self.is_gguf_file and not self.size):
+            return self.label
+        words = " ".join(_capital(word) for word in self._words.split() if word.lower() not in UNSAID)
+        for plain, spelling in SPELLINGS.items():
+            words = re.sub(rf"\b{plain}", spelling, words)
+        kind = quantisation_in(self.label) or (self._header.quantisation if self._header else "")
+        return f"{words} · {kind}" if kind and self.gguf else words
+
+    @property
+    def size(self) -> str:
+        """Return the number of parameters, such as 0.5B, from the name, the header of a GGUF file or the card of an
+        embedded model; empty if unknown."""
+        card = embedded_folder() / self / "provenance.json"
+        if self.embedded and card.is_file():
+            return f"{read_json(card)['parameters'] / 1e6:.2g}M"
+        found = SIZE.search(self._words)
+        return _capital(found[0]) if found else ""
+
+    @property
+    def _words(self) -> str:
+        """Return family and size with spaces between words. A dot in a number stays."""
+        name = self._stem
+        if not SIZE.search(_spaced(name)) and self._header:
+            family, size = (str(self._header.metadata.get(f"general.{key}") or "") for key in ("name", "size_label"))
+            name = family if SIZE.search(_spaced(family)) else f"{family or name} {size}"
+        return _spaced(name)
+
+    @property
+    def _header(self) -> Header | None:
+        """Return the header of a GGUF file on this machine; None without one, or if it is damaged."""
+        with suppress(ValueError, OSError):
+            if self.is_gguf_file and self.path and self.path.is_file():
+                return read_header(self.path)
+        return None
 
     @property
     def link_name(self) -> str:
@@ -158,3 +200,13 @@ def quantisation_in(file: str) -> str:
     """Return the quantisation in a file's name, such as Q4_K_M; empty if there is none."""
     found = re.search(r"(?<![A-Z0-9])(?:UD-)?(I?Q\d\w*|TQ\d_0|MXFP4\w*|B?F16|F32)(?![A-Z0-9])", file.upper())
     return found[1].partition("-")[0] if found else ""
+
+
+def _spaced(name: str) -> str:
+    return re.sub(r"[-_:\s]+|\.(?!\d)", " ", name).strip()
+
+
+def _capital(word: str) -> str:
+    if SIZE.fullmatch(word):
+        return word.upper().replace("X", "x")
+    return word[0].upper() + word[1:] if re.match("[a-z]{2}", word) else word

@@ -13,7 +13,7 @@ from specdemo.methods import detect_method
 from specdemo.models.errors import checkpoint_errors
 from specdemo.models.gguf_files import check_files, fetch_parts, has_chat_template, local_header
 from specdemo.models.packaged import DOWNLOADS
-from specdemo.models.ref import SUFFIX, ModelRef
+from specdemo.models.ref import ModelRef
 from specdemo.presets.files import DEFAULT, Preset, load_presets, preset, read_yaml
 from specdemo.presets.link import OWN
 from specdemo.presets.recorded import save_trace
@@ -64,8 +64,8 @@ def pair(target: ModelRef, draft: ModelRef | None = None, **settings: object) ->
     lookups += [Lane(method="mtp", model=target, k=OWN_LENGTH)] if has_prediction_layer(target) else []
     lanes = [Lane(method=method, model=draft)] if draft else lookups
     chat = has_chat_template(target)
-    title = f"{target.short_label} with {draft.short_label if draft else 'suffix and n-gram lookup'}"
-    about = {"id": OWN, "title": title.replace(SUFFIX, "")[:80], "chip": "Your models", "description": "", "chat": chat}
+    title = f"{target.short_name} with {draft.short_name if draft else 'suffix and n-gram lookup'}"
+    about = {"id": OWN, "title": title[:80], "chip": "Your models", "description": "", "chat": chat}
     start = preset(DEFAULT).with_changes(target=target, lanes=[lane.model_dump() for lane in lanes], **settings)
     prompt = start.prompt if chat is False else QUESTION
     if corrects:

@@ -92,7 +92,7 @@ function raceBar(lane) {
   const flag = svg("svg", { viewBox: "0 0 14 16", class: "sd-flag", "aria-hidden": "true" }, svg("path", { d: FLAG }));
   const track = Object.assign(make("div", "sd-track", fill, late, lead, flag), { role: "progressbar", ariaLabel: `Output of ${lane.name}` });
   const [tokens, time] = [make("b", "", "0 tokens"), make("span", "sd-time")];
-  const name = make("span", "sd-name", laneNumber(lane), make("span", "", lane.name), ...lossy(lane));
+  const name = make("span", "sd-name", laneNumber(lane), Object.assign(make("span", "", lane.name), { title: fullName(lane) }), ...lossy(lane));
   $(".sd-race").append(withData(make("div", "sd-race-row", name, track, make("span", "sd-result", tokens, time)), { series: lane.index }));
   return { track, fill, late, lead, flag, tokens, time };
 }

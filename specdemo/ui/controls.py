@@ -16,7 +16,7 @@ from specdemo.bench.report import sentence
 from specdemo.core.rules import rule_options
 from specdemo.core.settings import Setting, Settings, settings
 from specdemo.engine.comparison import Comparison, Lane
-from specdemo.methods import method_options
+from specdemo.methods import facts_of, method_options
 from specdemo.models.ref import ModelRef
 from specdemo.presets import limits
 from specdemo.presets.files import Preset, load_presets
@@ -47,7 +47,6 @@ from specdemo.ui.setup import (
     model_reader,
     needs_model,
     padded,
-    plain_title,
     prompt_format,
     to_values,
 )
@@ -310,7 +309,7 @@ def _draw_settings(shown: Mapping[str, Values], names: Sequence[str]) -> Parts:
 
 def _draw_method(n: int, shown: Mapping[str, Values], allow_any_model: bool) -> Parts:
     """Create the controls of a lane's method, model and draft length."""
-    names = [(plain_title(name), name) for name in DRAFTING]
+    names = [(facts_of(name).title, name) for name in DRAFTING]
     return {
         f"method-{n}": gr.Dropdown(names, **shown[f"method-{n}"], **look("Method", f"method-{n}", min_width=150)),
         f"model-{n}": _model_choice("Drafter", shown[f"model-{n}"], f"model-{n}", allow_any_model),
@@ -359,6 +358,9 @@ def _draw_control(declared: Setting, value: Any, choose: Callable[..., object], 
     if declared.choices:
         choices = [(declared.words.get(choice, choice), choice) for choice in declared.choices]
         return choose(choices, value=value, **words)
+    if declared.type is int and declared.words:
+        numbers = range(int(declared.low or 0), int(declared.high or 0) + 1)
+        return choose([(declared.words.get(str(n), str(n)), n) for n in numbers], value=value, **words)
     if declared.step is not None and declared.low is not None and declared.high is not None:
         return gr.Slider(declared.low, declared.high, value, step=declared.step, **words)
     if declared.type in (int, float):

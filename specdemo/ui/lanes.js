@@ -13,6 +13,9 @@ const lossy = (lane) => (lane.exact === false ? [make("em", "sd-lossy", "lossy")
 // The server reports its model with its first answer.
 const remoteLabel = ({ server, model }, known = false) => `remote: ${model ? `${model} at ` : ""}${server}${known ? "" : ", draft tokens unknown"}`;
 
+// Returns the full name of the lane's model: of the baseline, the target.
+const fullName = (lane) => (lane.index ? lane.options?.model : run.start.target) ?? "";
+
 // Returns whether the server reported which tokens were drafted.
 const stepsKnown = (lane) => lane.steps.every((line) => line.path.length);
 
@@ -22,7 +25,7 @@ function laneCard(lane) {
   const state = make("span", "sd-pill", "idle");
   const [number, unit] = [withData(make("b", "", "–"), { metric: "tokens_per_s", ofLane: lane.index }), make("span", "", "tok/s")];
   const header = make(
-    "header", "", laneNumber(lane), make("h3", "", lane.name, ...lossy(lane), ...remote(lane)), make("span", "sd-lane-options", laneOptions(lane)),
+    "header", "", laneNumber(lane), Object.assign(make("h3", "", lane.name, ...lossy(lane), ...remote(lane)), { title: fullName(lane) }), make("span", "sd-lane-options", laneOptions(lane)),
     make("span", "sd-state", state, make("span", "sd-speed", number, " ", unit))
   );
   const text = withData(make("div", CODE.test(run.start.prompt) ? "sd-text sd-code" : "sd-text"), { lane: lane.index });

@@ -11,7 +11,6 @@ import gradio as gr
 from specdemo.core.safe_io import FILE_BYTES, read_limited
 from specdemo.core.trace import RunTrace, from_json, to_json
 from specdemo.engine.comparison import Comparison
-from specdemo.engine.lanes import lane_name
 from specdemo.engine.messages import Finished, Note, Started, replay
 from specdemo.engine.session import follow_up, session
 from specdemo.models.checkpoints import PICKLED
@@ -303,8 +302,8 @@ def _lanes(chosen: Preset) -> str:
     """Return a log with the names of the lanes, and the reason why they cannot run here."""
     full = preset(chosen.id)
     obstacle = why_not(full) if chosen.target == full.target else ""
-    lanes = [lane_name(lane) for lane in chosen.lanes]
-    return Log(still=True).text + to_line({"type": "idle", "lanes": lanes, "obstacle": obstacle})
+    shown: Values = {"type": "idle", "lanes": chosen.lane_names[1:], "obstacle": obstacle}
+    return Log(still=True).text + to_line(shown)
 
 
 @lru_cache

@@ -163,12 +163,8 @@ function drawPiece(context, { text, kind, width }, x, y, colours) {
   write(context, text, x, y, { font: font(15.5, 400, MONO), colour: faint ? colours.soft : kind === "rejected" ? colours.read("--sd-rejected") : colours.ink });
 }
 
-/** Returns the name of the model without folders, and the kind of work if it is known. A hub id keeps its organisation. */
-function subject({ start }) {
-  const name = start.target ?? "unknown model";
-  const local = /^[/~.]|\\|^[a-z]:/i.test(name);
-  return [local ? name.split(/[/\\]/).filter(Boolean).at(-1) : name, start.work].filter(Boolean).join("  ·  ");
-}
+/** Returns the name of the model, and the kind of work if it is known. */
+const subject = ({ start }) => [start.title || "unknown model", start.work].filter(Boolean).join("  ·  ");
 
 /** Returns the drafters, the machine and the date of a run. */
 function provenance({ start, lanes }) {

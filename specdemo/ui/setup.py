@@ -4,7 +4,7 @@ Names of a lane's values end in its number: "k-2". Hidden lanes have values too.
 visitor's first event, so that the page is drawn without it.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from html import escape
@@ -15,8 +15,8 @@ from specdemo.bench.report import sentence
 from specdemo.core.atomic_io import json_text
 from specdemo.core.rules import rule_options
 from specdemo.core.settings import Setting, linked, settings
-from specdemo.engine.comparison import Comparison, Lane
-from specdemo.methods import method, method_options, model_method
+from specdemo.engine.comparison import AUTO, Comparison, Lane
+from specdemo.methods import facts_of, method, method_options, model_method
 from specdemo.models import packaged
 from specdemo.models.ref import ModelRef
 from specdemo.presets import limits
@@ -132,11 +132,6 @@ def prompt_format(target: ModelRef, chat: bool | None) -> str:
     return CHAT if (not target.embedded if chat is None else chat) else TEXT
 
 
-def plain_title(name: str) -> str:
-    """Return a title for a method whose code is not loaded yet."""
-    return name.replace("_", " ").capitalize()
-
-
 def key(values: Values) -> str:
     """Return a key that is equal for equal comparisons, independent of the preset they came from."""
     count = values["count"]
@@ -148,7 +143,7 @@ def key(values: Values) -> str:
 
 def show_setup(_: gr.Request | None, values: Values, allow_any_model: bool = True) -> Values:
     """Return the row of the setup and the description of the settings."""
-    line = summary(values, lambda name: str(method(name).title))
+    line = summary(values)
     obstacle = _lane_obstacle(values, allow_any_model)
     about = " ".join(filter(None, (described(values, line), _gpu_time(values))))
     return {"setup": row_data(values, line, _query(values), obstacle), "about": about}
@@ -191,20 +186,17 @@ def _lane_obstacle(values: Values, allow_any_model: bool) -> str:
         if needs_model(name, options) and not values[f"model-{n}"]:
             how = "name one under Drafter (a page started with --allow-any-model takes a file, folder or hub id)"
             how += "" if target.gguf or limits.public() else ", or train one (Training, at the foot of the page)"
-            return f"{method(name).title} needs a drafter for {target.short_label}; {how}."
+            return f"{method(name).title} needs a drafter for {target.short_name}; {how}."
     return ""
 
 
-def summary(values: Values, title: Callable[[str], str] = plain_title) -> str:
-    """Return the settings in one line: target, lanes, draft lengths, sampling. title: of a method."""
+def summary(values: Values) -> str:
+    """Return the settings in one line: target, lanes, draft lengths, sampling."""
     shown = NUMBERS[: values["count"]]
-    named = [(values[f"method-{n}"], ModelRef(values[f"model-{n}"] or "").short_label) for n in shown]
-    target = ModelRef(values["target"]).short_label
-    lanes = [
-        draft.removeprefix(f"{target}-") if draft and name == DRAFTING[0] else title(name) for name, draft in named
-    ]
-    ks = dict.fromkeys(str(values[f"k-{n}"]) for n in shown)
-    lengths = ", ".join("measured" if k == "0" else k for k in ks)
+    drafters = [(str(values[f"method-{n}"]), ModelRef(values[f"model-{n}"] or "").size) for n in shown]
+    lanes = [f"{size} draft" if size and name == DRAFTING[0] else facts_of(name).title for name, size in drafters]
+    target = ModelRef(values["target"]).short_name
+    lengths = ", ".join(dict.fromkeys(str(values[f"k-{n}"] or AUTO) for n in shown))
     chat = "chat template" if values["chat"] == CHAT else ""
     sampling = [settings(Comparison)[name].summary(values[name]) for name in SAMPLING]
     return " · ".join(filter(None, (f"{target} + {', '.join(lanes)}", f"k {lengths}", chat, *sampling)))

@@ -22,7 +22,7 @@ from specdemo.bench.suites import Sweep, swept
 from specdemo.core.atomic_io import finite
 from specdemo.core.estimate import Estimate
 from specdemo.core.suggest import counted
-from specdemo.engine.lanes import lane_name
+from specdemo.engine.comparison import lane_names
 from specdemo.models.ref import ModelRef
 from specdemo.presets import limits
 from specdemo.presets.files import Preset, load_presets, preset
@@ -131,12 +131,10 @@ def readable(result: Result) -> Result:
 
 def _lane_names(ids: Iterable[str]) -> dict[str, str]:
     """Return the name of each preset's lane; a number tells two equal ones apart."""
-    names: dict[str, str] = {}
-    for id in dict.fromkeys(ids):
-        name = lane_name(load_presets()[id].lanes[0])
-        times = sum(other.partition(" #")[0] == name for other in names.values())
-        names[id] = f"{name} #{times + 1}" if times else name
-    return names
+    presets = [*dict.fromkeys(ids)]
+    names = lane_names([load_presets()[id].lanes[0] for id in presets])
+    times = [names[:place].count(name) for place, name in enumerate(names)]
+    return {id: f"{name} #{n + 1}" if n else name for id, name, n in zip(presets, names, times, strict=True)}
 
 
 def every_few_percent(report: Callable[..., None]) -> Report:

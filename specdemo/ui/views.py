@@ -107,6 +107,7 @@ def _start(trace: RunTrace) -> dict[str, object]:
         "greedy": trace.config.get("temperature", 0.0) == 0.0,
         "limit": trace.config.get("max_new_tokens"),
         "target": trace.config.get("target"),
+        "title": ModelRef(trace.config.get("target") or "").short_name,
         "work": kind_of_work(trace.preset, trace.prompt),
         "same_bits": trace.environment.get("exactness") == SAME_BITS,
         "lanes": lanes,
@@ -114,13 +115,15 @@ def _start(trace: RunTrace) -> dict[str, object]:
 
 
 def _details(trace: RunTrace, lane: LaneTrace) -> list[tuple[str, str]]:
-    """Return facts about a lane: its draft length, its random numbers, and how the target's passes run. Of a server
-    they are unknown."""
+    """Return facts about a lane: the full name of its model, its draft length, its random numbers, and how the target's
+    passes run. Of a server they are unknown."""
     if lane.timing == "requests":
         return []
     rows = pass_rows(trace.environment)
     if "k" in lane.defaults:
         rows.insert(0, ("Draft length", f"{lane.options.get('k')}, chosen from the costs of passes"))
+    model = trace.config.get("target") if lane is trace.lanes[0] else lane.options.get("model")
+    rows = [("Model", str(model)), *rows] if model else rows
     if draws_by_position(lane.options) and trace.config.get("temperature"):
         rows.append(("Sampling", "a token's random numbers depend on seed and position only, so lanes write one text"))
     return rows
@@ -174,12 +177,12 @@ def _card(trace: RunTrace) -> dict[str, object]:
     target, speed = ModelRef(trace.config.get("target")), trace.lanes[0].summary.get("tokens_per_s")
     if target.embedded or whole_requests(trace.lanes[0]) or not speed:
         return {}
-    rows = [("This model", target.label), ("Plain decoding", f"{speed:.0f} tokens/s")]
+    rows = [("This model", target.short_name), ("Plain decoding", f"{speed:.0f} tokens/s")]
     if curve := curve_of(trace.environment):
         cost = pass_ratio(curve, CARD_TOKENS)
         rows.append((f"A pass over {CARD_TOKENS} tokens", f"costs as much as {cost:.1f} plain tokens"))
     known = [fit for fit in pairs(target) if fit.fits is not False][:SHOWN]
-    drafters = [f"{fit.drafter.label} ({fit.reason})".removesuffix(f" ({UNKNOWN})") for fit in known]
+    drafters = [f"{fit.drafter.short_name} ({fit.reason})".removesuffix(f" ({UNKNOWN})") for fit in known]
     rows.append(("Drafters for it", ", ".join(drafters) or f"none is known; it would be {RULES[0]}"))
     rows += [("It can draft for", ", ".join(larger[:SHOWN])) for larger in drafts_for(target).values()][:1]
     found, query = last_found(target, trace.environment.get("device")) or ("", "")

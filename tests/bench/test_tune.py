@@ -331,14 +331,14 @@ def offered(target, named=(), download=False):
 def test_candidates_are_the_drafters_of_this_machine():
     lanes = offered("code", [ModelRef("code-draft")])
     found = {name: with_lengths(name, lane, FLAT) for name, lane in lanes.items()}
-    assert {"Prompt lookup", "Suffix decoding", "Draft model (code-draft)", "EAGLE (code-eagle-1)"} <= {*found}
+    assert {"Prompt lookup", "Suffix decoding", "Draft 2.6M", "EAGLE"} <= {*found}
     names = [lane.name for lanes in found.values() for lane in lanes]
     assert len({*names}) == len(names)
     assert [lanes[0].method for lanes in (found["Prompt lookup"], found["Suffix decoding"])] == ["adaptive"] * 2
     assert [lane.k for lane in found["Suffix decoding"]] == [14, 14]  # it chooses shorter drafts itself
-    drafts = with_lengths("Draft model (code-draft)", lanes["Draft model (code-draft)"], FLAT, 0.1)
+    drafts = with_lengths("Draft 2.6M", lanes["Draft 2.6M"], FLAT, 0.1)
     (sure,) = [lane for lane in drafts if lane.options == {"p_min": SURE}]
-    assert sure.name == f"Draft model (code-draft), k={sure.k}, p_min={SURE}" and sure.k == 10
+    assert sure.name == f"Draft 2.6M, k={sure.k}, p_min={SURE}" and sure.k == 10
 
 
 def test_published_drafters_are_candidates_where_they_are_here_or_may_be_downloaded():
@@ -632,11 +632,11 @@ def test_an_engine_runs_its_candidates_one_after_the_other_on_the_same_prompts(t
     asked = [prompt for prompt in asked if prompt.startswith("prompt")]
     assert asked == [f"prompt {n}" for turn in ((0, 1), (0, 1), (2, 3, 4), (2, 3, 4)) for n in turn for _ in range(2)]
     assert gone(engine)
-    assert printed.startswith("tune | vLLM 9.9, ") and "own: on 3 other prompts Draft model (code-draft)" in printed
+    assert printed.startswith("tune | vLLM 9.9, ") and "own: on 3 other prompts Draft 2.6M" in printed
     assert "Left out: Prompt lookup, vLLM 9.9 has no method 'ngram'." in printed and "adaptive" not in printed
     result = read_result(out)
     raced = {row["lane"] for row in result.rows if row["place"]}
-    assert raced == {"Draft model (code-draft), k=3", "Draft model (code-draft), k=7"}
+    assert raced == {"Draft 2.6M, k=3", "Draft 2.6M, k=7"}
     assert {row["state"] for row in result.rows if row["lane"] == "Prompt lookup"} == {
         "not raced: vLLM 9.9 has no method 'ngram'"
     }

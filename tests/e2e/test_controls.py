@@ -38,7 +38,7 @@ def test_a_hostile_link_is_refused_with_notes_and_every_setting_reaches_the_link
     assert page.locator(".sd-notes img").count() == 0
     # the page would clear the notes to rejoin a run
     assert page.evaluate("sessionStorage.getItem('specdemo.race')") is None
-    expect(page.locator("#k-1 input[type=number]")).to_have_value("4")
+    expect(page.locator("#k-1 input")).to_have_value("4")
     expect(page.locator("#target input")).to_have_value("stories")
 
     edit(page)
@@ -59,12 +59,12 @@ def test_a_hostile_link_is_refused_with_notes_and_every_setting_reaches_the_link
     page.locator("#remove-lane").click()
     expect(page.locator("#lane-3")).to_be_hidden()
     choose(page, "model-2", "stories-draft-deep")
-    set_number(page, "k-2", 9)
-    set_number(page, "k-1", 7)
+    choose(page, "k-2", "9")
+    choose(page, "k-1", "7")
     set_number(page, "temperature", 0.7)
     set_number(page, "seed", 11)
     set_number(page, "max_new_tokens", 40)
-    line = "stories + Prompt lookup, draft-deep · k 7, 9 · temperature 0.7 · seed 11 · 40 tokens"
+    line = "stories + Prompt lookup, 1.3M draft · k 7, 9 · temperature 0.7 · seed 11 · 40 tokens"
     expect(page.locator(".sd-summary")).to_have_text(line)
     page.locator("#prompt textarea").fill("A <b> & ${x} {{y}} 日本 👩‍👧\n\ttab")
     page.locator("#share").click()
@@ -105,7 +105,7 @@ def test_a_preset_that_cannot_run_here_has_a_replacement_and_run_can_be_pressed_
     page.evaluate("document.dispatchEvent(new CustomEvent('specdemo:change', { detail: { k: 2 } }))")  # an advice
     assert gates.started.acquire(timeout=60)
     expect(page).to_have_url(re.compile(r"[?&]k=2$"))
-    expect(page.locator("#k-1 input[type=number]")).to_have_value("2")
+    expect(page.locator("#k-1 input")).to_have_value("2")
 
 
 def test_a_link_to_how_it_works_adds_no_history_and_races_a_family_of_drafters(visit_gated, gates):

@@ -149,7 +149,7 @@ def test_run_pressed_at_once_waits_for_the_link_an_outdated_result_is_marked_and
     wait_for_text(page, "^Reading the link")
     gates.warm.set()
     wait_for_text(page, "^(Running|Run complete|Finished)")
-    expect(page.locator("#k-1 input[type=number]")).to_have_value("7")
+    expect(page.locator("#k-1 input")).to_have_value("7")
     wait_for_text(page, "^Finished")
     expect(page.locator(".sd-outdated-label")).to_be_hidden()  # the run matches the link's settings
     edit(page)

@@ -11,6 +11,7 @@ import pytest
 from playwright.sync_api import expect
 
 from tests.e2e.conftest import choose_example, edit, expect_example, show_in_real_time, visitors, wait_for_text
+from tests.e2e.test_controls import choose
 from tests.traces import HOSTILE
 
 ARABIC = "مرحبا بالعالم & more"
@@ -33,7 +34,7 @@ def test_tab_preset_edits_and_prompt_survive_back_and_reload(visit_gated):
     expect(page).to_have_url(start + "?preset=embedded-ngram")
     edit(page)
     prompt(page).fill(ARABIC)
-    page.locator("#k-1 input[type=number]").fill("5")
+    choose(page, "k-1", "5")
     expect(page).to_have_url(re.compile(r"\?preset=embedded-ngram&prompt=%D9.+%26\+more&k=5$"))
     edited = page.url
     page.get_by_role("tab", name="Other machines").click()
@@ -53,7 +54,7 @@ def test_tab_preset_edits_and_prompt_survive_back_and_reload(visit_gated):
 
     page.go_back()
     expect_example(page, "Draft model")
-    expect(page.locator(".sd-summary")).to_have_text("stories + draft-wide · k 4 · greedy · 160 tokens")
+    expect(page.locator(".sd-summary")).to_have_text("stories + 1.3M draft · k 4 · greedy · 160 tokens")
     page.go_forward()
     expect(prompt(page)).to_have_value(ARABIC)
     choose_example(page, "Prompt lookup")  # restores the changed example

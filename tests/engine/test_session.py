@@ -47,7 +47,7 @@ def trace(runner):
 
 def test_a_run_has_a_baseline_and_its_lanes(trace):
     assert [lane.method for lane in trace.lanes] == ["none", "draft_model", "ngram"]
-    assert [lane.name for lane in trace.lanes] == ["Baseline", "Draft model (stories-draft-wide)", "Prompt lookup"]
+    assert [lane.name for lane in trace.lanes] == ["Baseline", "Draft 1.3M", "Prompt lookup"]
     assert [row["verdict"] for row in trace.comparison] == ["identical", "identical"]
     assert trace.lanes[2].options == {"max_n": 2, "min_n": 1, "k": 2}
     assert trace.lanes[2].defaults == ["min_n"]

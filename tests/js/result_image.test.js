@@ -11,7 +11,7 @@ const lane = (index, each) => ({
   lines: [step(each, 1, ["a"]), step(2 * each, 2, [" b"], { draft_outcomes: ["rejected", "not reached"], drafted: [" x", " y"], parents: [0, 1], path: [0] }), { type: "done", at: 2 * each, finish: "length" }],
 });
 const headline = { tone: "gain", caption: "Draft model is 2.00× as fast as plain decoding" };
-const source = { start: { prompt: "Once upon", target: "stories", environment: { device: "CPU", threads: 2, dtype: "float32", date: "2026-11-22T10:00" } }, end: { headline }, lanes: [lane(0, 10), lane(1, 5)] };
+const source = { start: { prompt: "Once upon", title: "stories", environment: { device: "CPU", threads: 2, dtype: "float32", date: "2026-11-22T10:00" } }, end: { headline }, lanes: [lane(0, 10), lane(1, 5)] };
 
 test("a lane at a time has the numbers and the end of that time", () => {
   const [before, end] = [7, Infinity].map((clock) => laneAt(source.lanes[1], clock));
@@ -46,12 +46,10 @@ test("an answer is a paragraph of its own, a continued text is not", () => {
   assert.deepEqual([words([]), words([{ role: "user", content: "Why?\n" }])], ["Why?\na", "Why?\n\na"]);
 });
 
-test("the model is named without folders, then the kind of work; below, drafters, machine and date", () => {
-  const named = (target, work) => subject({ start: { target, work } });
-  assert.equal(named("/home/ann/models/mine.gguf", "edit"), "mine.gguf  ·  edit");
-  assert.equal(named("C:\\Users\\ann\\mine.gguf", ""), "mine.gguf");
-  assert.equal(named("~/models/mine/", "chat"), "mine  ·  chat");
-  assert.equal(named("Qwen/Qwen3-8B", "chat"), "Qwen/Qwen3-8B  ·  chat");
+test("the model is named, then the kind of work; below, drafters, machine and date", () => {
+  const named = (title, work) => subject({ start: { title, work } });
+  assert.equal(named("Qwen3 8B · Q4_K_M", "edit"), "Qwen3 8B · Q4_K_M  ·  edit");
+  assert.equal(named("Qwen3 8B", ""), "Qwen3 8B");
   assert.deepEqual(plain(provenance(source)), ["Draft model, k = 2", "CPU, 2 threads, float32", "2026-11-22"]);
 });
 

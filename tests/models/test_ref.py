@@ -12,19 +12,82 @@ from specdemo.models.shipped import embedded_folder
 
 
 @pytest.mark.parametrize(
-    ("name", "gguf", "repository", "revision", "quantisation", "short_label"),
+    ("name", "gguf", "repository", "revision", "quantisation"),
     [
-        ("stories", False, "stories", None, "", "stories"),
-        ("org/Model-7B@v1", False, "org/Model-7B", "v1", "", "Model-7B"),
-        ("org/Model-GGUF@v1:Q8_0", True, "org/Model-GGUF", "v1", "Q8_0", "Model-GGUF"),
-        ("org/Model-GGUF:Q4_K_M", True, "org/Model-GGUF", None, "Q4_K_M", "Model-GGUF:Q4_K_M"),
-        ("/home/ann/model.gguf", True, "/home/ann/model.gguf", None, "", "model.gguf"),
+        ("stories", False, "stories", None, ""),
+        ("org/Model-7B@v1", False, "org/Model-7B", "v1", ""),
+        ("org/Model-GGUF@v1:Q8_0", True, "org/Model-GGUF", "v1", "Q8_0"),
+        ("org/Model-GGUF:Q4_K_M", True, "org/Model-GGUF", None, "Q4_K_M"),
+        ("/home/ann/model.gguf", True, "/home/ann/model.gguf", None, ""),
     ],
 )
-def test_a_name_says_what_it_names(name, gguf, repository, revision, quantisation, short_label):
+def test_a_name_says_what_it_names(name, gguf, repository, revision, quantisation):
     ref = ModelRef(name)
     assert (ref.gguf, ref.repository, ref.revision, ref.quantisation) == (gguf, repository, revision, quantisation)
-    assert ref.short_label == short_label
+
+
+@pytest.mark.parametrize(
+    ("name", "title", "size"),
+    [
+        ("stories-draft-wide", "stories-draft-wide", "1.3M"),
+        ("Qwen/Qwen2.5-Coder-1.5B-Instruct", "Qwen2.5 Coder 1.5B", "1.5B"),
+        ("/home/ann/qwen2.5-coder-1.5b-instruct-q4_k_m.gguf", "Qwen2.5 Coder 1.5B · Q4_K_M", "1.5B"),
+        ("/home/ann/mistral-7b-instruct-v0.3.Q5_K_M.gguf", "Mistral 7B v0.3 · Q5_K_M", "7B"),
+        ("unsloth/Qwen3.6-35B-A3B-MTP-GGUF:UD-Q4_K_M", "Qwen3.6 35B A3B MTP · Q4_K_M", "35B"),
+        ("~/models/smollm2-135m-instruct/", "SmolLM2 135M", "135M"),
+        ("ollama:llama3.2:3b-instruct-q4_K_M", "Llama3.2 3B · Q4_K_M", "3B"),
+        ("ollama:llama3.2:latest", "Llama3.2", ""),
+        ("mistralai/Mixtral-8x7B-v0.1", "Mixtral 8x7B v0.1", "8x7B"),
+        ("google/gemma-4-E2B-it@v1", "Gemma 4 E2B", "E2B"),
+        ("openai/gpt-oss-120b", "gpt-oss 120B", "120B"),
+        ("/home/ann/mine.gguf", "mine.gguf", ""),
+    ],
+)
+def test_a_model_has_a_name_for_people(name, title, size):
+    assert (ModelRef(name).short_name, ModelRef(name).size) == (title, size)
+
+
+def test_what_the_name_of_a_file_does_not_say_is_read_from_its_header(tmp_path):
+    named = {"general.name": "Qwen2.5 Coder 1.5B Instruct GGUF", "general.size_label": "1.5B", "general.file_type": 15}
+    for file, stated, title in (
+        ("mine.gguf", named, "Qwen2.5 Coder 1.5B · Q4_K_M"),
+        ("mine-q8_0.gguf", {"general.size_label": "270M"}, "Mine 270M · Q8_0"),
+        ("mine-7b.gguf", named, "Mine 7B · Q4_K_M"),
+    ):
+        header(tmp_path / file, stated)
+        assert ModelRef(str(tmp_path / file)).short_name == title
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF")
+    assert ModelRef(str(tmp_path / "bad.gguf")).short_name == "bad.gguf"
+
+
+def header(path, metadata):
+    """Write a GGUF file without tensors."""
+    writer = pytest.importorskip("gguf").GGUFWriter(path, "llama")
+    for key, value in metadata.items():
+        (writer.add_string if isinstance(value, str) else writer.add_uint32)(key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_lanes_of_one_title_say_what_tells_them_apart():
+    def names(*lanes):
+        return Comparison(id="a", target="stories", prompt="Once", lanes=[*lanes]).lane_names
+
+    wide, deep = (Lane(method="draft_model", model=f"stories-draft-{kind}", k=4) for kind in ("wide", "deep"))
+    small, auto = Lane(method="draft_model", model="org/Qwen3-0.6B"), wide.model_copy(update={"k": 0})
+    assert names(wide, small) == ("Baseline", "Draft 1.3M", "Draft 0.6B")
+    assert names(wide, deep) == ("Baseline", "Draft 1.3M, stories-draft-wide", "Draft 1.3M, stories-draft-deep")
+    assert names(wide, auto) == ("Baseline", "Draft 1.3M, k = 4", "Draft 1.3M, k = auto")
+    lossy = wide.model_copy(update={"acceptance": "typical"})
+    assert names(wide, lossy) == ("Baseline", "Draft 1.3M", "Draft 1.3M, typical (lossy)")
+    adaptive = Lane(method="adaptive", options={"drafter": "ngram"})
+    assert names(Lane(method="medusa", model="stories-medusa"), adaptive)[1:] == (
+        "Medusa",
+        "Adaptive length (Prompt lookup)",
+    )
+    assert names(wide, wide)[1:] == ("Draft 1.3M", "Draft 1.3M")
 
 
 @pytest.mark.parametrize(

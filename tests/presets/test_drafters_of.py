@@ -61,4 +61,4 @@ def test_every_command_and_the_page_show_the_same_drafters(case, request, monkey
     trace = hostile_trace()
     facts = dict(views._card(replace(trace, config=trace.config | {"target": target})).get("card", ()))
     shown = facts.get("Drafters for it", "")
-    assert all(fit.drafter.label in shown for fit in fits[: views.SHOWN if facts else 0])
+    assert all(fit.drafter.short_name in shown for fit in fits[: views.SHOWN if facts else 0])

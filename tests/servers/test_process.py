@@ -37,7 +37,7 @@ def test_a_race_on_engines_that_are_started_for_it(engine, tmp_path):
     lanes = json.loads(out.read_text(encoding="utf-8"))["lanes"]
     ports = [entry["args"][entry["args"].index("--port") + 1] for entry in (plain, drafting)]
     assert [lane["remote"]["server"] for lane in lanes] == [f"127.0.0.1:{port}" for port in ports]
-    assert lanes[1]["name"] == f"Draft model (stories-draft-wide), k = 4 on 127.0.0.1:{ports[1]}"
+    assert lanes[1]["name"] == f"Draft 1.3M, k = 4 on 127.0.0.1:{ports[1]}"
     # Plain text is sent without a chat template.
     assert lanes[1]["text"] == "Once upon a time" and lanes[1]["note"] is None
     assert gone(engine)

@@ -199,7 +199,7 @@ def test_a_visitor_sees_recorded_races_until_there_is_one_of_their_own(monkeypat
     assert '"still":true' in first.partition("\n")[0] and first != other
     assert visits.save(visitor)["name"] == "specdemo-embedded-ngram.json"
     lanes = visits.select(visitor, "embedded-dflash")  # there is no recording
-    assert json.loads(lanes.splitlines()[1]) == {"type": "idle", "lanes": ["DFlash (stories-dflash)"], "obstacle": ""}
+    assert json.loads(lanes.splitlines()[1]) == {"type": "idle", "lanes": ["DFlash"], "obstacle": ""}
     with pytest.raises(gr.Error, match="no finished run to save"):  # the run is no longer shown
         visits.save(visitor)
     list(played(visits, visits.race, visitor, to_values(preset("embedded-draft"))))

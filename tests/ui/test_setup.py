@@ -54,15 +54,15 @@ def test_a_preset_is_described_until_its_setup_is_changed(name):
 @pytest.mark.parametrize(
     ("name", "changes", "line"),
     [
-        ("embedded-draft", {}, "stories + draft-wide · k 4 · greedy · 160 tokens"),
+        ("embedded-draft", {}, "stories + 1.3M draft · k 4 · greedy · 160 tokens"),
         (
             "embedded-draft",
             {"k-1": 7, "temperature": 0.8, "top_p": 0.9, "max_new_tokens": 1, "schedule": "sequential"},
-            "stories + draft-wide · k 7 · temperature 0.8 · top-p 0.9 · 1 token · sequential",
+            "stories + 1.3M draft · k 7 · temperature 0.8 · top-p 0.9 · 1 token · sequential",
         ),
-        ("embedded-code", {}, "code + draft, EAGLE, Prompt lookup · k 8, 3, 6 · greedy · 120 tokens"),
+        ("embedded-code", {}, "code + 2.6M draft, EAGLE, Prompt lookup · k 8, 3, 6 · greedy · 120 tokens"),
         ("embedded-ngram", {}, "stories + Prompt lookup · k 8 · greedy · 96 tokens"),
-        ("qwen3-8b", {}, "Qwen3-8B + Qwen3-0.6B, Prompt lookup · k 4, 6 · chat template · greedy · 256 tokens"),
+        ("qwen3-8b", {}, "Qwen3 8B + 0.6B draft, Prompt lookup · k 4, 6 · chat template · greedy · 256 tokens"),
     ],
 )
 def test_settings_are_summarised_in_one_line(name, changes, line):

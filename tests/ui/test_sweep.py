@@ -76,7 +76,7 @@ def shown(suite):
 def test_lanes_have_names_of_models_and_are_sorted_by_speed():
     result = shown("methods")
     names = [row["lane"] for row in result["rows"]]
-    assert names[0] == "Baseline" and {"Draft model (stories-draft-wide)", "Prompt lookup"} <= {*names}
+    assert names[0] == "Baseline" and {"Draft 1.3M, stories-draft-wide", "Prompt lookup"} <= {*names}
     assert len({*names}) == len(names)
     speeds = [row["speed-up"]["value"] for row in result["rows"][1:]]
     assert speeds == sorted(speeds, reverse=True)
