@@ -64,6 +64,7 @@ PART = ("a part of a model, without its token embeddings", "the program that mad
 ENCODER = ("an encoder", "llama-server -m FILE --embedding")
 ENCODERS = re.compile("bert|^t5|embed(ding)?$")  # in names of architectures
 ALIGNMENT, FILE_TYPE, TOKENS = "general.alignment", "general.file_type", "tokenizer.ggml.tokens"
+TAGS = "general.tags"
 DELTA, DELTA_INTERVAL = ("qwen35", "qwen35moe", "qwen3next"), 4  # attention in every fourth layer
 NO_ATTENTION = ("mamba", "mamba2")
 COPIES = 3  # of the state of a text: at the ends of two prompts, and a newer one
@@ -311,7 +312,7 @@ class _Reader:
                 self._vocabulary = digest.hexdigest()
                 named = [text for text in texts if text]  # llama.cpp names empty ones by their number
                 self._repeated = len(named) - len({*named})
-            return count
+            return [text.decode(errors="replace") for text in texts] if key == TAGS else count
         if count <= SHORT_ARRAY:
             return [self._number(NUMBERS[kind]) for _ in range(count)]
         self._position += count * struct.calcsize("<" + NUMBERS[kind])

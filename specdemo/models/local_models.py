@@ -134,6 +134,14 @@ def draft_models(target: LocalModel, models: Iterable[LocalModel]) -> list[Draft
     return [fit for _, fit in sorted(fits, key=itemgetter(0))]
 
 
+def draft_beside(target: ModelRef) -> ModelRef | None:
+    """Return the draft model in the folder of a GGUF file that fits it best; None if none does. Reads headers."""
+    models = [*_beside(target)]
+    own = next((model for model in models if model.path == Path(target).expanduser()), None)
+    fits = draft_models(own, models) if own else []
+    return next((fit.drafter for fit in fits if fit.fits), None)
+
+
 def in_words(fits: Sequence[DrafterFit]) -> str:
     """Return the drafters that fit in words or, without any, what was considered."""
     names = [f"{fit.drafter} ({fit.reason})" for fit in fits if fit.fits]

@@ -1,5 +1,6 @@
 """The comparison that a user names: a preset with changes, or a target and a drafter as a preset of this process."""
 
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
@@ -12,6 +13,8 @@ from specdemo.engine.comparison import Lane
 from specdemo.methods import detect_method
 from specdemo.models.errors import checkpoint_errors
 from specdemo.models.gguf_files import check_files, fetch_parts, has_chat_template, local_header
+from specdemo.models.gguf_header import TAGS
+from specdemo.models.local_models import draft_beside
 from specdemo.models.packaged import DOWNLOADS
 from specdemo.models.ref import ModelRef
 from specdemo.presets.files import DEFAULT, Preset, load_presets, preset, read_yaml
@@ -20,10 +23,9 @@ from specdemo.presets.recorded import save_trace
 
 LOOKUPS = ("suffix", "ngram")  # methods that need no draft model
 COPIED = 7  # draft length for a text that is corrected: where it is copied, long drafts are accepted
-CORRECTING = (  # an adaptive lane loses little where nothing is copied
-    Lane(method="suffix", k=COPIED),
-    Lane(method="adaptive", k=COPIED, options={"drafter": "ngram"}),
-)
+ADAPTIVE_LOOKUP = Lane(method="adaptive", k=COPIED, options={"drafter": "ngram"})  # loses little without copies
+CORRECTING = (Lane(method="suffix", k=COPIED), ADAPTIVE_LOOKUP)
+CODES = re.compile("(?<!de)(?<!en)code|codestral")  # in names of models that write code
 OWN_LENGTH = 3  # draft length of a prediction layer, trained for the next token
 QUESTION = "Explain to a ten-year-old why the sky is blue, in six sentences."
 TASKS = {  # name -> kind of work, whose first prompt it is, and the prompt's end for a model without a chat template
@@ -49,6 +51,18 @@ def add_pair(target: ModelRef, draft: ModelRef | None = None, **settings: object
     return chosen
 
 
+def add_race(target: ModelRef, draft: ModelRef | None = None, **settings: object) -> Preset:
+    """Add the race that a page of these models starts with to the presets and return it: the drafter, or a draft model
+    beside the target's file, and adaptive lookup; without a drafter, lookups."""
+    beside = None if draft else draft_beside(target)
+    with suppress(ValueError):  # both models may need more memory than there is
+        draft = pair(target, beside, **settings).lanes[0].model if beside else draft
+    chosen = add_pair(target, draft, **settings)
+    if draft:
+        load_presets()[OWN] = chosen = chosen.changed(lanes=[*chosen.lanes, ADAPTIVE_LOOKUP])
+    return chosen
+
+
 def pair(target: ModelRef, draft: ModelRef | None = None, **settings: object) -> Preset:
     """Return the comparison of two models. Reads headers and configs, no weights.
 
@@ -68,8 +82,8 @@ def pair(target: ModelRef, draft: ModelRef | None = None, **settings: object) ->
     about = {"id": OWN, "title": title[:80], "chip": "Your models", "description": "", "chat": chat}
     start = preset(DEFAULT).with_changes(target=target, lanes=[lane.model_dump() for lane in lanes], **settings)
     prompt = start.prompt if chat is False else QUESTION
-    if corrects:
-        prompt = task("Correct", chat is not False)
+    if not target.embedded and (corrects or _codes(target)):
+        prompt = task("Rewrite code" if _codes(target) else "Correct", chat is not False)
     chosen = start.changed(**about, prompt=prompt)
     Session().check_room(chosen)
     return chosen
@@ -163,6 +177,16 @@ def drafter_method(target: ModelRef, draft: ModelRef | None) -> str:
     if not pair.fits:
         raise ValueError(f"{draft} does not fit {target}: {pair.reason}")
     return pair.method
+
+
+def _codes(target: ModelRef) -> bool:
+    """Return whether the name of a model, or the tags of its file, say that it writes code."""
+    tags: object = ()
+    with suppress(ValueError):
+        header = local_header(target) if target.gguf else None
+        tags = header.metadata.get(TAGS, ()) if header else ()
+    tagged = isinstance(tags, list) and "code" in tags
+    return tagged or CODES.search(f"{target.base_name} {target.short_name}".lower()) is not None
 
 
 def has_prediction_layer(name: ModelRef) -> bool:

@@ -12,7 +12,7 @@ from specdemo.core.settings import setting, settings
 from specdemo.engine.comparison import Comparison
 from specdemo.models.ref import ModelRef
 from specdemo.presets.files import DEFAULT, require
-from specdemo.presets.pair import add_pair
+from specdemo.presets.pair import add_race
 from specdemo.servers.address import allow
 
 MACHINE = {Comparison: [name for name, declared in settings(Comparison).items() if not declared.link]}
@@ -79,4 +79,4 @@ def _start(chosen: str | None, target: str | None, draft: str | None, given: Map
     if chosen is not None:
         raise ValueError("--preset and --target exclude each other; give one of them")
 
-    return add_pair(ModelRef(target), ModelRef(draft) if draft else None, **given).id
+    return add_race(ModelRef(target), ModelRef(draft) if draft else None, **given).id

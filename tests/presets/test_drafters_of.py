@@ -9,7 +9,9 @@ from specdemo.__main__ import main
 from specdemo.bench.tune import Tune
 from specdemo.models.ref import ModelRef
 from specdemo.presets.drafters import drafters_of
-from specdemo.presets.pair import pair
+from specdemo.presets.files import load_presets
+from specdemo.presets.link import OWN
+from specdemo.presets.pair import add_race, pair
 from specdemo.ui import model_menus, views
 from tests.gguf_random import shape_of, write_random
 from tests.traces import hostile_trace
@@ -62,3 +64,28 @@ def test_every_command_and_the_page_show_the_same_drafters(case, request, monkey
     facts = dict(views._card(replace(trace, config=trace.config | {"target": target})).get("card", ()))
     shown = facts.get("Drafters for it", "")
     assert all(fit.drafter.short_name in shown for fit in fits[: views.SHOWN if facts else 0])
+
+
+@pytest.mark.parametrize(
+    ("case", "methods"), [("big.gguf", ["draft_model", "adaptive"]), ("alone.gguf", ["suffix", "adaptive"])]
+)
+def test_a_page_races_the_draft_model_beside_its_target_and_adaptive_lookup(case, methods, folder, monkeypatch):
+    monkeypatch.setitem(load_presets(), OWN, None)
+    (path,) = folder.glob(f"*/{case}")
+    lanes = add_race(ModelRef(path)).lanes
+    assert [lane.method for lane in lanes] == methods and load_presets()[OWN].lanes == lanes
+    assert lanes[0].model == (str(path.with_name("small.gguf")) if case == "big.gguf" else None)
+    assert lanes[1].options == {"drafter": "ngram"}
+
+
+def test_a_draft_model_for_which_there_is_no_room_is_left_out_unless_it_was_named(folder, monkeypatch):
+    def check_room(_, spec):
+        if any(lane.model for lane in spec.lanes):
+            raise ValueError("no room")
+
+    monkeypatch.setitem(load_presets(), OWN, None)
+    monkeypatch.setattr("specdemo.engine.session.Session.check_room", check_room)
+    big = ModelRef(folder / "pair" / "big.gguf")
+    assert [lane.method for lane in add_race(big).lanes] == ["suffix", "adaptive"]
+    with pytest.raises(ValueError, match="no room"):
+        add_race(big, ModelRef(big.replace("big", "small")))

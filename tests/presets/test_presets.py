@@ -13,12 +13,13 @@ from specdemo.bench.suites import suite
 from specdemo.core.rules import RULES
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.models.devices import pick_dtype
+from specdemo.models.gguf_header import Header
 from specdemo.models.ref import ModelRef
 from specdemo.models.shipped import EMBEDDED
 from specdemo.presets import recorded as module
 from specdemo.presets.files import DEFAULT, FOLDER, allowed_models, load_presets, preset, read_presets
 from specdemo.presets.link import LONGEST_TEXT, OWN
-from specdemo.presets.pair import QUESTION, TASKS, add_pair, comparison, kind_of_work, task, work_prompts
+from specdemo.presets.pair import QUESTION, TASKS, add_pair, comparison, kind_of_work, pair, task, work_prompts
 from specdemo.presets.recorded import recorded
 from specdemo.presets.runnable import Machine, nearest_runnable, why_not
 from specdemo.ui.setup import about, row_data, to_values
@@ -302,6 +303,7 @@ def test_page_starts_with_the_named_models(served, draft, method):
     chosen = load_presets()[start]
     assert (chosen.target, chosen.lanes[0].method, chosen.lanes[0].model) == ("stories", method, draft)
     assert (chosen.chat, chosen.chip, chosen.threads) == (False, "Your models", 2)
+    assert [lane.method for lane in chosen.lanes[1:]] == ["adaptive" if draft else "ngram"]
 
 
 @pytest.mark.parametrize(
@@ -339,6 +341,25 @@ def test_chat_template_of_a_model_decides_the_prompt(monkeypatch):
     assert add_pair(ModelRef("stories")).prompt.startswith("Once upon a time")
     monkeypatch.setattr("specdemo.presets.pair.has_chat_template", lambda target: True)
     assert add_pair(ModelRef("stories")).prompt.startswith("Explain")
+
+
+@pytest.mark.parametrize(
+    ("name", "tags", "kind"),
+    [
+        ("qwen2.5-coder-1.5b-q4_k_m.gguf", [], "code"),
+        ("codellama-7b.gguf", [], "code"),
+        ("mine.gguf", ["chat", "code"], "code"),
+        ("mine.gguf", ["chat"], "edit"),
+        ("encoder-decoder-1b.gguf", [], "edit"),
+    ],
+)
+def test_a_model_that_writes_code_gets_code_to_rewrite(name, tags, kind, tmp_path, monkeypatch):
+    header = Header({"general.tags": tags}, "", 0, 0, 0, 0, {})
+    monkeypatch.setattr("specdemo.presets.pair.local_header", lambda name: header)
+    monkeypatch.setattr("specdemo.presets.pair.has_chat_template", lambda target: True)
+    monkeypatch.setattr("specdemo.presets.pair._check_gguf", lambda name: None)
+    monkeypatch.setattr("specdemo.engine.session.Session.check_room", lambda *_: None)
+    assert pair(ModelRef(name)).prompt == work_prompts()[kind][0]
 
 
 def test_a_prompt_to_continue_is_not_sent_as_a_message(monkeypatch):
