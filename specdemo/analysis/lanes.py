@@ -33,6 +33,17 @@ class LaneResult:
     why: str = ""
     diagnosis: Diagnosis | None = None
 
+    @property
+    def cause(self) -> str:
+        """Return what makes the lane faster or slower in one sentence; empty without a diagnosis."""
+        found = self.diagnosis
+        if found is None or found.step_cost is None:
+            return ""
+        main = f": {found.cause.title}" if found.cause else ""
+        return (
+            f"A step costs {found.step_cost:.2f} plain tokens and yields {found.observation.accepted_length:.2f}{main}."
+        )
+
 
 def results(trace: RunTrace, times: str = "x") -> list[LaneResult]:
     """Return the result of every speculative lane. times: the unit of a speed-up in a sentence."""

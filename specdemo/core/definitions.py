@@ -10,15 +10,14 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Tile of a definition's first number on the page. format: None if tiles.js has a function for this tile."""
+    """Row of a definition's first number on the page. format: None if tiles.js has a function for this row."""
 
     id: str
     title: str
-    text: str  # below the number
+    text: str  # beside the number
     format: Literal["percent", "decimal", "count", "bytes", "milliseconds"] | None = None
     baseline: bool = False  # the baseline has a row too
     optional: bool = False  # hidden if no lane has the number
-    more: bool = False  # in the fold below the others
 
 
 @dataclass(frozen=True, slots=True)

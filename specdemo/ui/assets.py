@@ -53,11 +53,9 @@ def reference() -> str:
 
 
 def tiles() -> str:
-    """Return the tiles of the results as HTML, in the order of the definitions, and a fold with more of them."""
-    known = [(one.keys[0], one.tile) for one in DEFINITIONS.values() if one.tile]
-    shown, more = ("".join(_tile(*one) for one in known if one[1].more == folded) for folded in (False, True))
-    fold = f'<summary>More numbers</summary><div class="sd-tiles">{more}</div>'
-    return f'<section class="sd-tiles" aria-label="Results">{shown}</section><details class="sd-fold">{fold}</details>'
+    """Return a fold with the numbers of the results as HTML, in the order of the definitions."""
+    rows = "".join(_tile(one.keys[0], one.tile) for one in DEFINITIONS.values() if one.tile)
+    return f'<details class="sd-fold"><summary>All numbers</summary><div class="sd-results">{rows}</div></details>'
 
 
 def _tile(key: str, tile: Tile) -> str:

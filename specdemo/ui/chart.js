@@ -55,7 +55,7 @@ function redraw(box) {
   if (!width || chart.width === width) return;
   chart.width = width;
   const names = chartNames(options);
-  const inLegend = options.groups ? names : width < NARROW || widest(names.map(({ name }) => name)) > 0.3 * width ? names : [];
+  const inLegend = options.groups ? names : options.direct ? [] : width < NARROW || widest(names.map(({ name }) => name)) > 0.3 * width ? names : [];
   const picture = svg("svg", { "aria-hidden": "true", width });
   box.replaceChildren(...(inLegend.length ? [legend(inLegend, Boolean(options.groups))] : []), picture);
   box.style.height = options.groups ? "auto" : "";
@@ -138,7 +138,7 @@ function horizontalBar(picture, at, { value, low, high, predicted, series }, fro
 
 // Draws lines and dots, and returns what the pointer shows.
 function curves(picture, { width, height, direct }, options) {
-  const { lines = [], dots = [], unit = "", high, zoom, wide, whole, level, baseline, doubling, places } = options;
+  const { lines = [], dots = [], unit = "", high, zoom, from, wide, whole, level, baseline, doubling, places } = options;
   const bands = lines.flatMap((line) => line.band ?? []);
   const points = [...lines.flatMap((line) => line.points), ...dots.map(({ x, y }) => [x, y]), ...bands.map(([x, , most]) => [x, most])];
   if (!points.length) {
@@ -148,7 +148,7 @@ function curves(picture, { width, height, direct }, options) {
   const top = high ?? Math.max(...points.map(([, y]) => y), level ?? 0, 1e-9) * 1.06;
   const bottom = zoom ? zoomed(points.map(([, y]) => y)) : 0;
   const scale = doubling ? Math.log2 : (x) => x;
-  const start = scale(places ? Math.min(...places) : doubling ? 1 : 0);
+  const start = scale(places ? Math.min(...places) : (from ?? (doubling ? 1 : 0)));
   const end = scale(wide ?? Math.max(...points.map(([x]) => x), 1e-9));
   const labels = direct ? lines.filter((line) => line.name && line.points.length) : [];
   const margin = { left: 46, right: labels.length ? widest(labels.map(({ name }) => name)) + 14 : 10, top: 8, bottom: places ? 38 : 22 };
@@ -162,7 +162,7 @@ function curves(picture, { width, height, direct }, options) {
     picture.append(svg("text", { x: margin.left - 6, y: up + 4, "text-anchor": "end" }, withUnit(y, { ...options, digits: undefined })));
   }
   const unitWidth = places ? 0 : 7 * unit.length + 16;
-  for (const x of places ?? (doubling ? doublings(wide ?? 2 ** end) : ticks(end, inner / 80))) {
+  for (const x of places ?? (doubling ? doublings(wide ?? 2 ** end) : ticks(end, inner / 80).filter((x) => x >= start))) {
     const [across] = at([x, 0]);
     if (across < margin.left + inner + 10 - unitWidth) picture.append(svg("text", { x: across, y: height - margin.bottom + 17, "text-anchor": along(x) ? "middle" : "start" }, brief(x)));
   }

@@ -44,12 +44,12 @@ function placeInspector(lane, token) {
   const [card, text] = [lane.view.card.getBoundingClientRect(), lane.view.text.getBoundingClientRect()];
   const tree = box.classList.contains("sd-wide");
   const room = [card.left - stage.left - 8, stage.right - card.right - 8];
-  const side = room[0] >= room[1] ? 0 : 1;
+  const side = room[1] >= INSPECTOR.min || room[1] >= room[0] ? 1 : 0; // beside the lanes, if possible
   const sideways = !tree && room[side] >= INSPECTOR.min;
   const wide = Math.min(tree ? INSPECTOR.tree : INSPECTOR.chain, sideways ? room[side] : stage.width);
   box.style.width = `${wide}px`;
   if (sideways) {
-    const low = Math.max($(".sd-transport").getBoundingClientRect().bottom + 6, stage.top);
+    const low = Math.max(6, stage.top);
     const spot = (token ?? lane.view.text).getBoundingClientRect();
     box.style.left = `${side ? card.right - stage.left + 8 : room[0] - wide}px`;
     box.style.top = `${Math.max(low, Math.min(spot.top - 70, innerHeight - box.offsetHeight - 8)) - stage.top}px`;

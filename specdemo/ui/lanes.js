@@ -23,10 +23,12 @@ const remote = (lane) => (lane.remote ? [Object.assign(make("em", "sd-remote", r
 
 function laneCard(lane) {
   const state = make("span", "sd-pill", "idle");
+  const result = make("span", "", lane.index ? "" : laneOptions(lane));
   const [number, unit] = [withData(make("b", "", "–"), { metric: "tokens_per_s", ofLane: lane.index }), make("span", "", "tok/s")];
   const header = make(
-    "header", "", laneNumber(lane), Object.assign(make("h3", "", lane.name, ...lossy(lane), ...remote(lane)), { title: fullName(lane) }), make("span", "sd-lane-options", laneOptions(lane)),
-    make("span", "sd-state", state, make("span", "sd-speed", number, " ", unit))
+    "header", "", laneNumber(lane), Object.assign(make("h3", "", lane.name, ...lossy(lane), ...remote(lane)), { title: fullName(lane) }),
+    lane.index && Object.assign(make("span", "sd-lane-options", laneOptions(lane)), { title: laneOptions(lane) }),
+    make("span", "sd-speed", number, " ", unit), make("span", "sd-lane-result", result, state)
   );
   const text = withData(make("div", CODE.test(run.start.prompt) ? "sd-text sd-code" : "sd-text"), { lane: lane.index });
   Object.assign(text, { dir: "auto", tabIndex: 0, role: "log", ariaLive: "off", ariaLabel: `${lane.name}: output; use the arrow keys to move between tokens` });
@@ -35,7 +37,7 @@ function laneCard(lane) {
   text.setAttribute("aria-describedby", (rejectedNote.id = `sd-rejected-${lane.index}`));
   const card = withData(make("article", "sd-lane", header, note, text, rejectedNote, laneDetails(lane)), { series: lane.index });
   $(".sd-lanes").append(card);
-  const view = { card, state, number, unit, text, note, rejectedNote, scrolledUp: false, hasNewText: false };
+  const view = { card, state, number, unit, result, text, note, rejectedNote, scrolledUp: false, hasNewText: false };
   const updateScrolledUp = () => (view.scrolledUp = text.scrollHeight - text.scrollTop - text.clientHeight >= 30);
   // not read at every step, because that would force a layout of the page
   text.addEventListener("scroll", updateScrolledUp, { passive: true });
@@ -192,9 +194,8 @@ function drawDone(lane, line, container) {
   }
   if (line.note) laneNote(lane, line.note);
   if (line.finish === "length") container.append(make("em", "sd-cut", `Cut at ${run.start.limit ?? line.summary.tokens} tokens`));
-  const seconds = `${((lane.soFar.clock_ms ?? 0) / 1000).toFixed(2)} s`;
-  const done = [`done in ${seconds}`, "good"];
-  pill(lane, ...({ stop: done, length: done, cancelled: [`stopped at ${seconds}`, "fair"], error: ["failed", "bad"] }[line.finish] ?? [""]));
+  const done = ["done", "good"]; // the bar has the time
+  pill(lane, ...({ stop: done, length: done, cancelled: ["stopped", "fair"], error: ["failed", "bad"] }[line.finish] ?? [""]));
   const { drafted, accepted } = numbers(lane);
   if (drafted) lane.view.rejectedNote.textContent = `${drafted - accepted} of ${drafted} draft tokens were rejected or not reached.`;
 }

@@ -9,6 +9,7 @@ function drawPanels() {
   drawRibbons();
   drawHistogram();
   drawTimes();
+  drawCosts();
   drawNoteCharts();
 }
 
@@ -27,9 +28,9 @@ function addChartPoints(lane, line) {
 }
 
 function drawThroughput() {
-  const lines = run.lanes.map((lane) => ({ name: lane.name, points: lane.points, series: lane.index }));
+  const lines = run.lanes.map((lane) => ({ name: String(lane.index), points: lane.points, series: lane.index }));
   const label = `Throughput of ${run.lanes.map((lane) => lane.name).join(", ")} over device time`;
-  plot($("#chart"), { lines, unit: "seconds of device time", label, wide: player.span / 1000 || 1 });
+  plot($("#chart"), { lines, unit: "seconds of device time", label, wide: player.span / 1000 || 1, direct: true });
 }
 
 function drawHistogram() {
@@ -76,11 +77,42 @@ function drawTimes() {
     const training = lane.soFar.ms_train ? ` including ${milliseconds(lane.soFar.ms_train)} ms of training` : "";
     const share = lane.index && lane.timing !== "requests" && total ? `${percent(split[i][0] / total)} draft${training}` : "";
     const waitedShare = numbers(lane).waited_share;
-    const details = [share, isNumber(waitedShare) && `CPU contention ${percent(waitedShare)}`].filter(Boolean).join(", ");
+    const details = [share, waitedShare >= 0.005 && `CPU contention ${percent(waitedShare)}`].filter(Boolean).join(", ");
     const time = make("span", "sd-ms", lane.timing === "requests" ? "unknown" : total ? `${(total / 1000).toFixed(2)} s` : "–");
     return make("div", "sd-split", laneNumber(lane), splitTrack(parts, longest), time, make("small", "", details));
   };
   $(".sd-times").replaceChildren(...run.lanes.map(row));
+}
+
+/** Returns the cost of passes by their tokens, in passes over one token: as measured at load, else from the steps of the run.
+ * @param {[number, number][]} passes @param {any[]} lanes */
+function passCosts(passes, lanes) {
+  if (passes.length) return passes;
+  const [plain, ...others] = lanes.map((lane) => numbers(lane));
+  const points = others.filter((n) => n.drafted && n.ms_verify).map((n) => [1 + n.drafted / n.steps, (n.ms_verify * plain.steps) / (n.steps * plain.ms_verify)]);
+  return points.length && plain.ms_verify ? [[1, 1], ...points.sort((a, b) => a[0] - b[0])] : [];
+}
+
+/** Returns the tokens that a step yields if drafts are cut to each length, by the tokens of its pass. histogram: of the steps that accepted n.
+ * @param {number[]} histogram */
+function tokensPerStep(histogram) {
+  const steps = sum(histogram);
+  let tokens = 0;
+  return histogram.map((_, n) => [n + 1, (tokens += sum(histogram.slice(n)) / steps)]);
+}
+
+function drawCosts() {
+  const lanes = run.lanes.filter((lane) => lane.index && numbers(lane).drafted && numbers(lane).accept_histogram?.length);
+  const yields = lanes.map((lane) => ({ name: String(lane.index), series: lane.index, points: tokensPerStep(numbers(lane).accept_histogram) }));
+  const widest = Math.max(2, ...yields.map(({ points }) => points.length));
+  const passes = passCosts(run.start.passes ?? [], run.lanes).filter(([n]) => n <= 1.5 * widest);
+  const dots = lanes.filter((lane) => lane.index === run.focus && isNumber(speedup(lane))).map((lane) => {
+    const n = numbers(lane);
+    return { x: 1 + n.drafted / n.steps, y: n.tokens_per_step / speedup(lane), name: `cost ${fixed(n.tokens_per_step / speedup(lane), 2)}` };
+  });
+  const label = yields.map(({ name, points }) => `lane ${name} yields ${fixed(points.at(-1)[1], 2)} tokens per step`).join(", ");
+  const lines = [{ name: "0", points: lanes.length ? passes : [], series: 0 }, ...yields];
+  plot($(".sd-costs"), { lines, dots, unit: "tokens in a pass", label: label || "Tokens per step and cost of a pass", from: 1, direct: true });
 }
 
 // ---- statistics that drafters add to their steps (`notes`)
@@ -104,7 +136,7 @@ function drawNoteChart(lane, name, points) {
   const box = $(`[data-note="${id}"]`) ?? $(".sd-drafter-charts").appendChild(noteFigure(lane, title, id));
   box.querySelector("small").textContent = [now, ...noteDetails(lane, name)].join(" · ");
   const label = `${lane.name}: ${title} over ${points.at(-1)[0]} steps, ${now}`;
-  lineChart(box.querySelector("div"), [{ points }], { unit: "steps", label, ...scale });
+  plot(box.querySelector("div"), { lines: [{ points, series: lane.index }], unit: "steps", label, ...scale });
 }
 
 function noteFigure(lane, title, id) {

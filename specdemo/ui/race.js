@@ -45,14 +45,12 @@ const unfinished = unfinishedRun("race");
 
 const forgetRun = () => unfinished.forget(nextRun ? nextRun.run : run.id);
 
-// Scrolls the status and the lanes into view, once per run, if they are not visible.
+// Scrolls the bars and the plot into view, once per run, if they are not visible.
 function scrollToRun() {
   if (!nextRun || nextRun.still || nextRun.scrolled) return;
   nextRun.scrolled = true;
-  const [stage, lanes] = [$(".sd-stage"), $(".sd-lanes").getBoundingClientRect()];
-  const seen = Math.min(lanes.bottom, innerHeight) - Math.max(lanes.top, 0);
-  const above = stage.getBoundingClientRect().top < $(".sd-headline").getBoundingClientRect().bottom - 1;
-  if (above || seen < Math.min(lanes.height, innerHeight) / 2) scrollIntoViewport(stage, "start");
+  const [bars, headline, plot] = [".sd-race", ".sd-headline", "#chart"].map((part) => $(part).getBoundingClientRect());
+  if (bars.top < headline.bottom - 1 || plot.bottom > innerHeight) scrollIntoViewport($(".sd-verdict"), "start");
 }
 
 let firstVisit = true; // no race was visible yet
@@ -74,7 +72,7 @@ function started(line) {
   run = { id: nextRun.run, recorded: nextRun.recorded, still: nextRun.still, userRun: !nextRun.still, key: nextRun.key, start: line, end: null };
   nextRun = null;
   $(".sd-transport").removeAttribute("data-idle");
-  if ($(".sd-notes").hidden) $(".sd-conclusions").before($(".sd-notes")); // above the lanes, notes of a run would move them
+  if ($(".sd-notes").hidden) $(".sd-reasons").append($(".sd-notes")); // above the lanes, notes of a run would move them
   run.lanes = line.lanes.map((lane, index) => ({ ...lane, index, ...initialStream(), over: false }));
   showRun(shouldAutoplay());
 }
@@ -286,7 +284,9 @@ function showRun(replayed) {
   $(".sd-loading").hidden = true;
   $(".sd-lanes").replaceChildren();
   $(".sd-race").replaceChildren();
-  $(".sd-next").hidden = $(".sd-explanations").hidden = $(".sd-estimate").hidden = $(".sd-card").hidden = true;
+  $(".sd-next").hidden = $(".sd-estimate").hidden = $(".sd-card").hidden = true;
+  $(".sd-cause").textContent = "";
+  showReasons(false);
   $(".sd-lanes").dataset.lanes = $(".sd-race").dataset.lanes = run.lanes.length;
   for (const lane of run.lanes) {
     Object.assign(lane, initialView());
@@ -341,8 +341,15 @@ function finish() {
   if (run.userRun && !run.recorded) publishRun();
   $(".sd-estimate").hidden = !run.lanes.some((lane) => lane.predictable && numbers(lane).drafted);
   drawCard(run.end.card ?? [], run.end.found);
+  $(".sd-cause").textContent = $(".sd-cause").title = run.lanes[run.end.headline?.lane]?.comparison?.cause ?? "";
   drawNext();
   showPlayback();
+}
+
+// Shows the explanation of the result, the facts about the model and the notes of the run.
+function showReasons(shown) {
+  $(".sd-reasons").hidden = !shown;
+  $(".sd-why-toggle").setAttribute("aria-expanded", String(shown));
 }
 
 const MOST_LANES = 3; // besides the baseline
@@ -452,6 +459,7 @@ document.addEventListener("specdemo:settings", () => {
 for (const input of element.querySelectorAll("[name=sd-pace]")) {
   input.addEventListener("change", () => player.playing || run.userRun ? player.play() : drawTransport());
 }
+$(".sd-why-toggle").addEventListener("click", () => showReasons($(".sd-reasons").hidden));
 hiding.addEventListener("change", () => {
   hiding.dataset.chosen = "";
   hideRejected();

@@ -62,6 +62,7 @@ function drawNumbers() {
   for (const lane of run.lanes) laneNumbers(lane, numbers(lane));
   const drafting = run.lanes.slice(1);
   drawTile("speedup", drafting, several, speedTile);
+  $(".sd-noise").replaceChildren(...noisyBadge());
   drawTile("output", drafting, several, ({ lane }) => outputTile(lane));
   for (const tile of element.querySelectorAll(".sd-tile[data-key]")) {
     const { dataset } = /** @type {any} */ (tile);
@@ -79,18 +80,26 @@ function laneNumbers(lane, n) {
   view.number.dataset.value = n.tokens_per_s ?? "";
   view.number.title = isNumber(n.tokens_per_s_low) ? `95 % interval: ${fixed(n.tokens_per_s_low, 1)} to ${fixed(n.tokens_per_s_high, 1)}` : "";
   view.unit.textContent = countsPieces(lane) ? "pieces/s" : "tok/s";
+  if (lane.index) setText(view.result, laneResult(lane, n));
+}
+
+// Returns a lane's acceptance rate with the one that breaks even; with several lanes also what the headline says of one.
+function laneResult(lane, n) {
+  const several = run.lanes.length > 2;
+  const x = several ? speedup(lane) : null;
+  const accepted = isNumber(n.acceptance_rate) ? [`${percent(n.acceptance_rate)} accepted`, breakEven(lane)].filter(Boolean).join(", ") : "";
+  return unbroken([isNumber(x) ? `${x.toFixed(2)}×` : "", accepted, several && lane.comparison ? outputTile(lane)[0] : ""].filter(Boolean).join(" · "));
 }
 
 function drawTile(name, lanes, several, cells) {
   const rows = $(`[data-tile=${name}] .sd-rows`);
-  const ofSpeed = name === "speedup";
   rows.classList.toggle("sd-multi-lane", several);
   const row = (lane) => {
     const [big, small, tone, value] = cells({ lane, n: numbers(lane) });
     const number = withData(make("b", "", big), { metric: name, ofLane: lane.index, value: value ?? "", ...(tone && { tone }) });
-    return make("div", "sd-row", several && laneNumber(lane), number, make("small", "", unbroken(small)), ...(ofSpeed ? lossy(lane) : []));
+    return make("div", "sd-row", several && laneNumber(lane), number, make("small", "", unbroken(small)), ...(name === "speedup" ? lossy(lane) : []));
   };
-  rows.replaceChildren(...lanes.map(row), ...(ofSpeed ? noisyBadge() : []));
+  rows.replaceChildren(...lanes.map(row));
 }
 
 // Returns the source of a number that may come from a server's counters.
@@ -157,7 +166,7 @@ function drawExplanations() {
     const own = noisy ? reasons.filter((reason) => !shared.includes(reason)) : [];
     return unbroken([why, own.length ? `Noisy: ${own.join("; ")}.` : ""].join(" ").trim());
   };
-  $(".sd-explanations").hidden = !explained.length;
+  $(".sd-why-toggle").hidden = !explained.length && $(".sd-card").hidden;
   $(".sd-explanations").replaceChildren(
     ...explained.map((lane) => make("li", "", laneNumber(lane), make("span", "", words(lane)))),
     ...(shared.length ? [make("li", "", unbroken(`All noisy lanes: ${shared.join("; ")}.`))] : [])

@@ -102,6 +102,7 @@ def _start(trace: RunTrace) -> dict[str, object]:
         _lane(lane) | {"predictable": predictable(trace, lane), "details": _details(trace, lane)}
         for lane in trace.lanes
     ]
+    curve = curve_of(trace.environment)
     return _named(trace, "preset", "schedule", "environment", "prompt") | {
         "type": "start",
         "greedy": trace.config.get("temperature", 0.0) == 0.0,
@@ -110,6 +111,7 @@ def _start(trace: RunTrace) -> dict[str, object]:
         "title": ModelRef(trace.config.get("target") or "").short_name,
         "work": kind_of_work(trace.preset, trace.prompt),
         "same_bits": trace.environment.get("exactness") == SAME_BITS,
+        "passes": [(n, round(ms / curve[1], 3)) for n, ms in sorted(curve.items())],
         "lanes": lanes,
     }
 
@@ -148,19 +150,20 @@ def _remote(lane: LaneTrace) -> dict[str, object] | None:
 
 
 def _comparison(trace: RunTrace) -> list[dict[str, object]]:
-    """Return the rows with `break_even` and texts: `interval`, `word`, `why` the lane is faster or slower, `price` of a
-    lossy rule, the tokens where the texts part, `parting`, and a draft length that is predicted to be clearly faster,
-    `advice`; unknown ones are left out."""
+    """Return the rows with `break_even` and texts: `interval`, `word`, `why` the lane is faster or slower, its `cause`
+    in short, `price` of a lossy rule, the tokens where the texts part, `parting`, and a draft length that is predicted
+    to be clearly faster, `advice`; unknown ones are left out."""
     return [result.row | _texts(trace, result) for result in results(trace, "×")[: len(trace.comparison)]]
 
 
 def _texts(trace: RunTrace, result: LaneResult) -> dict[str, object]:
     interval = {"interval": result.speed.interval()} if result.speed else {}
     parting = parting_words(trace.lanes[0], result.lane, result.row)
-    texts = {"word": result.word, "price": price_words(result.row), "parting": parting, "advice": _advice(result)}
+    texts = {"word": result.word, "price": price_words(result.row), "parting": parting, "cause": result.cause}
     rate = break_even(result.lane.summary, result.speed)
     end = {"why": result.why, "break_even": None if rate is None else round(rate, 4)}
-    return {**interval, **{name: text for name, text in texts.items() if text}, **end}
+    advice = {"advice": found} if (found := _advice(result)) else {}
+    return {**interval, **advice, **{name: text for name, text in texts.items() if text}, **end}
 
 
 def _advice(result: LaneResult) -> dict[str, object]:

@@ -95,6 +95,7 @@ def display(chromium):
     page.clock.install(time=0)
     page.set_content(assets.markup("view.html"))
     page.evaluate(LOAD, "\n".join(map(assets.text, assets.RACE)))
+    page.locator("details:has(.sd-results)").evaluate("numbers => numbers.open = true")
     yield Display(page)
     page.close()
     assert not wrong

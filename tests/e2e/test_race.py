@@ -161,7 +161,7 @@ def test_every_number_of_a_finished_page_follows_from_its_trace(visit, replayed,
     expect(page.locator('[data-tile="speedup"] small')).to_contain_text(speed.label)
     expect(page.locator('[data-tile="speedup"] b')).to_have_text(f"{row['speedup']:.2f}×")
     expect(page.locator('[data-tile="output"] b')).to_have_text("✓ bit for bit" if exact else "✓ identical")
-    expect(page.locator('[data-tile="speedup"] .sd-noisy')).to_have_count(int(row["noisy"]))
+    expect(page.locator(".sd-noise .sd-noisy")).to_have_count(int(row["noisy"]))
     expect(page.locator(".sd-explanations")).to_contain_text(results(trace, "×")[0].why)
     rates = "  ".join(f"{i}: {100 * rate:.0f} %" for i, rate in enumerate(totals["accept_by_position"], start=1))
     expect(page.locator(".sd-rates")).to_have_text(f"Acceptance rate at position {rates}")

@@ -90,7 +90,9 @@ interface Chart {
   digits?: number; // decimals of the values
   high?: number; // top of the y axis; default: the largest value
   zoom?: boolean; // begin the y axis near the smallest value instead of at 0
+  from?: number; // start of the x axis; default: 0
   wide?: number; // end of the x axis
+  direct?: boolean; // names at the ends of the lines at any width
   places?: number[]; // ticks of the x axis, which begins at the first
   doubling?: boolean; // logarithmic x axis
   whole?: boolean; // draw steps instead of slopes

@@ -37,6 +37,13 @@ def test_a_log_opens_with_its_run_and_closes_with_the_comparison(lines):
     assert lines[-1]["comparison"][0]["verdict"] == "identical" and "Faster" in lines[-1]["comparison"][0]["why"]
 
 
+def test_the_costs_of_passes_are_known_at_the_start():
+    trace = hostile_trace()
+    assert view(next(iter(replay(trace))))["passes"] == []
+    trace.environment["pass_ms"] = {"4": 8.0, "1": 5.0}
+    assert view(next(iter(replay(trace))))["passes"] == [(1, 1.0), (4, 1.6)]
+
+
 def test_server_lane_shows_only_reported_values():
     trace = remote_trace()
     assert from_json(to_json(trace)) == trace
@@ -204,5 +211,7 @@ def test_a_shorter_draft_is_advised_where_it_is_predicted_to_be_faster(k, advice
     trace.comparison = [compare(*trace.lanes, greedy=True)]
     rows = view(Finished(trace))["comparison"]
     assert ("advice" in rows[0]) == advice
+    words = r"A step costs \d\.\d\d plain tokens and yields \d\.\d\d(: k = 8 is too large)?\."
+    assert re.fullmatch(words, rows[0]["cause"])
     if advice:
         assert 1 <= rows[0]["advice"]["k"] < 4 and re.fullmatch(r"[01]\.\d\d×", rows[0]["advice"]["speed"])
