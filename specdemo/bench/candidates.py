@@ -138,6 +138,12 @@ def settings_to_copy(preset: Preset, engine: str = "") -> list[str]:
     return lines
 
 
+def commands(lines: Iterable[str]) -> dict[str, str]:
+    """Return the command of every engine in the lines of `settings_to_copy`, by its title."""
+    titles = {engine.title for engine in ENGINES.values()}
+    return {title: words for title, _, words in (line.partition(": ") for line in lines) if title in titles}
+
+
 def shareable(result: Result, models: Iterable[ModelRef]) -> Result:
     """Return a result that names models in files without their folders. models: of the result, besides those in stores
     of this machine."""

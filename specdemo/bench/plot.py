@@ -5,7 +5,7 @@ A chart is plain data, the options of `plot` in ui/chart.js, which draws it on t
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from html import escape
 from pathlib import Path
@@ -19,12 +19,14 @@ from specdemo.bench.suites import suites
 from specdemo.core.atomic_io import finite, json_text, write_text
 from specdemo.core.estimate import Estimate
 from specdemo.core.headline import PLAIN_DECODING
+from specdemo.costs.passes import curve_of, pass_ratio
 
 Chart = dict[str, Any]  # title, label, and options of `plot`
 
 SERIES = 6  # colours and dash patterns, besides those of plain decoding
 FASTER, SLOWER = 1, 2  # colours of bars
 BARS = "lane"
+TUNE = "tune"  # suite
 KINDS = ("text", "thinking")  # axes whose values are words
 SPEED: Chart = {"suffix": "×", "digits": 2, "level": 1.0, "baseline": PLAIN_DECODING}
 UI = Path(__file__).parents[1] / "ui"  # scripts and style of the charts
@@ -39,6 +41,8 @@ def chart(result: Result) -> Chart:
     """
     if result.axis == TOKEN:
         return _histograms(result)
+    if result.suite == TUNE and (curve := curve_of(result.environment)):
+        return _costs(curve)
     if any(LATENCY in row for row in result.rows):
         return _frontier(result)
     over = result.axis or BARS
@@ -53,6 +57,15 @@ def chart(result: Result) -> Chart:
     head = "Speed-up by lane" if over == BARS else f"Speed-up over {along.title}"
     marks = _bars(rows) if over == BARS else _groups(rows, over) if over in KINDS else _lines(rows, along)
     return _labelled(head, SPEED | marks)
+
+
+def _costs(curve: Mapping[int, float]) -> Chart:
+    """Return the cost of a pass by its width, and the tokens that it yields at most."""
+    measured = [(width, pass_ratio(curve, width)) for width in sorted(curve)]
+    most = line("tokens if every draft is accepted", SERIES - 1, [(1, 1), (max(curve), max(curve))])
+    lines = [line("cost of a pass", 0, measured), most | {"series": 0, "dashed": True, "marks": False}]
+    options = {"suffix": "×", "digits": 2, "unit": "tokens in a pass", "places": sorted(curve)}
+    return _labelled(f"Cost of a pass here, in passes over one token ({curve[1]:.3g} ms)", {"lines": lines} | options)
 
 
 def _labelled(title: str, marks: Chart) -> Chart:

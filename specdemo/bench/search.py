@@ -78,6 +78,8 @@ class KindOfWork:
 
     def value(self, name: str) -> float:
         """Return the speed-up of a candidate over all prompts where it is measured or predicted; 0 if unknown."""
+        if len(self.prompts) == 1 and (runs := self.runs(name)):
+            return geometric_mean(run.speed for run in runs)
         scale = self.scales.get(name) or (geometric_mean(self.scales.values()) if self.scales else 1.0)
         speeds = [sample.speed or sample.predicted * scale for sample in self.samples.get(name, {}).values()]
         return geometric_mean(speeds) if speeds else 0.0

@@ -6,7 +6,7 @@
  * @type {Record<string, [string, string]>}
  */
 const PLACES = {
-  tune: ["pays", "tune-about"],
+  tune: ["pays", "tune-controls"],
   sweep: ["pays", "sweep-about"],
   "what-if": ["machines", "whatif-about"],
   why: ["machines", "why-card-toggle"],

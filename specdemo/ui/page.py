@@ -66,10 +66,11 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
         with gr.Tabs(overflow_behavior="wrap"):
             with gr.Tab("Race", id="race"):
                 form = _race_tab(page, visits, first, allow_any_model)
-                # clicked by the button below the results, in race.js
+                # clicked by buttons of the result, in race.js; those of another tab exist only once it was opened
                 estimate_button = gr.Button("Estimate on an H100", elem_id="estimate")
+                search_button = gr.Button("Find what pays", elem_id="search")
             with gr.Tab("Find what pays", id="pays") as tab:
-                tune.draw(form, store)
+                tune.draw(form, tab, search_button, store)
                 sweep.draw(page, tab, store)
             with gr.Tab("Other machines", id="machines") as tab:
                 whatif.draw(tab, estimate_button, whatif.Questions(visits.on_show, allow_any_model))

@@ -352,6 +352,12 @@ function showReasons(shown) {
   $(".sd-why-toggle").setAttribute("aria-expanded", String(shown));
 }
 
+// Starts the search for what pays, with the model and the prompt of the race.
+function findWhatPays() {
+  tab("pays").click();
+  document.getElementById("search").click();
+}
+
 const MOST_LANES = 3; // besides the baseline
 
 // Offers at most two races that may be faster, where this page can run them.
@@ -367,14 +373,14 @@ function drawNext() {
   if (slower && next <= MOST_LANES && drafted.every(({ options }) => options?.model)) {
     buttons.push(clickable("sd-try", "Race prompt lookup on this text", () => toRace("change", { lanes: next, [`method${next}`]: "ngram" })));
   }
-  if (slower) buttons.push(clickable("sd-try", "Find what pays", () => tab("pays").click()));
+  if (slower) buttons.push(clickable("sd-try", "Find what pays", findWhatPays));
   $(".sd-next").replaceChildren(...buttons.slice(0, 2));
   $(".sd-next").hidden = run.recorded || !buttons.length;
 }
 
 // Draws facts about the model, and a button that opens what a search for its best method has found, or else the tab with the search.
 function drawCard(facts, found) {
-  const search = found ? clickable("sd-find", "Race what was found →", () => toRace("open", found)) : clickable("sd-find", "What pays? Find out in 2 minutes →", () => tab("pays").click());
+  const search = found ? clickable("sd-find", "Race what was found →", () => toRace("open", found)) : clickable("sd-find", "What pays? Find out in 2 minutes →", findWhatPays);
   $(".sd-card").replaceChildren(factList(facts), search);
   $(".sd-card").hidden = !facts.length;
 }

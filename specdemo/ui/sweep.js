@@ -1,5 +1,5 @@
-// Draws the log of a sweep or a test (lines of JSON, see sweep.py) into result.html. Loaded after helpers.js and
-// chart.js. The last result disappears when a run starts.
+// Draws the log of a sweep or a test (lines of JSON, see sweep.py) into result.html or pays.html. Loaded after helpers.js, chart.js and
+// pays.js. The last result disappears when a run starts.
 
 const SHARE_COLUMNS = ["plain", "speculative"];
 const COLUMN_LABELS = { time: "time (s)", running: "running requests", place: "position", accepted: "acceptance rate", "tokens/pass": "mean accepted length" };
@@ -23,15 +23,16 @@ function started(line) {
 watchPlace(props.name, (text) => $(".sd-sweep").hasAttribute("data-busy") && setStatus(text));
 
 function hideResult() {
-  $(".sd-badge").hidden = $(".sd-result-chart").hidden = $(".sd-heat").hidden = $(".sd-numbers").hidden = true;
+  for (const part of [".sd-badge", ".sd-result-chart", ".sd-numbers", ".sd-stages", ".sd-methods", ".sd-details"]) if ($(part)) $(part).hidden = true;
 }
 
 function loading(line) {
   $(".sd-loading").value = line.share;
   begun ||= performance.now();
   const left = timeLeft(performance.now() - begun, line.share);
-  const done = line.share ? `${percent(line.share)} done: ${line.text}.` : `${sentence(line.text)}.`;
-  setStatus([done, left && !/ left$/.test(line.text) && `${sentence(left)}.`].filter(Boolean).join(" "));
+  const timed = / left$/.test(line.text);
+  const done = line.share && !timed ? `${percent(line.share)} done: ${line.text}.` : `${sentence(line.text)}.`;
+  setStatus([done, !timed && left && `${sentence(left)}.`].filter(Boolean).join(" "));
 }
 
 function stopped() {
@@ -59,35 +60,17 @@ function shown(line) {
     $(".sd-chart-title").textContent = line.chart.title;
     plot($(".sd-chart"), line.chart);
   }
-  showHeat(line);
-  $(".sd-numbers").hidden = false;
-  $(".sd-numbers .sd-h").textContent = line.rows.length ? "Table" : "So far";
+  showFound(line);
+  const numbers = line.rows.filter((row) => !("state" in row));
+  $(".sd-numbers").hidden = !numbers.length && !line.remarks.length;
+  $(".sd-numbers .sd-h").textContent = numbers.length ? "Table" : "So far";
   $(".sd-conditions").textContent = line.conditions;
-  $(".sd-numbers .sd-table").replaceChildren(table(line));
+  $(".sd-numbers .sd-table").replaceChildren(table(numbers));
   hintAtScrolling();
   $(".sd-remarks").hidden = !line.remarks.length;
   $(".sd-remarks").replaceChildren(...line.remarks.map((text) => make("li", "", ...coded(text))));
-  if (!line.partial) setStatus(`${line.state ?? (line.recorded ? "Recorded result" : "Done")}. ${sentence(line.verdict)}`);
-}
-
-/** Shows rows that can be raced as a heat map: kinds of work by method. The rows of a kind are sorted, the fastest first. */
-function showHeat({ rows }) {
-  const raced = rows.filter((row) => row.race);
-  $(".sd-heat").hidden = !raced.length;
-  const methodOf = (row) => row.lane.replace(/, k=\d+$/, "");
-  const methods = [...new Set(raced.map(methodOf))];
-  const kinds = [...new Set(raced.map((row) => row.category))];
-  const fastest = (kind, name) => raced.find((row) => row.category === kind && methodOf(row) === name);
-  $(".sd-heat .sd-table").replaceChildren(tableOf(["", ...methods], kinds.map((kind) => [kind, ...methods.map((name) => heat(fastest(kind, name)))])));
-}
-
-function heat(row) {
-  if (!row) return make("td", "", "–");
-  const speed = row["speed-up"].value;
-  const button = withData(clickable("", `${fixed(speed, 2)}×${row.k ? ` at k = ${row.k}` : ""}`, () => toRace("open", row.race)), { slower: speed < 1 });
-  button.ariaLabel = `Open as a race: ${row.category}, ${row.lane}, ${fixed(speed, 2)}×`;
-  button.style.setProperty("--heat", `${Math.min(40, 60 * Math.abs(Math.log2(speed)))}%`);
-  return make("td", "", button);
+  const end = line.state ?? (line.recorded ? "Recorded result" : "Done");
+  if (!line.partial) setStatus($(".sd-finding") ? `${end}.` : `${end}. ${sentence(line.verdict)}`);
 }
 
 function hintAtScrolling() {
@@ -98,11 +81,12 @@ function hintAtScrolling() {
 }
 
 function setBusy(on) {
+  showStages(on);
   $(".sd-sweep").toggleAttribute("data-busy", on);
   $(".sd-loading").hidden = !on;
 }
 
-function table({ rows }) {
+function table(rows) {
   const names = [...new Set(rows.flatMap(Object.keys))].filter((name) => name !== "race");
   const labels = names.map((name) => COLUMN_LABELS[name] ?? name.replace(/^kept at/, "accepted at"));
   return tableOf(labels, rows.map((row) => names.map((name, i) => (i ? cell(name, row[name]) : visible(String(row[name] ?? "–"))))));

@@ -15,7 +15,7 @@ from typing import Any, Self
 import gradio as gr
 
 from specdemo.bench.base import Report, SoFar, Stop
-from specdemo.bench.candidates import shareable
+from specdemo.bench.candidates import commands, shareable
 from specdemo.bench.plot import BARS, chart
 from specdemo.bench.result import Result, Row, best, is_baseline, noisy, read_result, recorded_suite, to_json
 from specdemo.bench.suites import Sweep, swept
@@ -36,6 +36,7 @@ from specdemo.ui.job import (
     Job,
     Jobs,
     Parts,
+    Start,
     Store,
     Values,
     named,
@@ -50,7 +51,10 @@ from specdemo.ui.views import Loading, view
 
 USUAL = ("auto", "here", "", 0.0, 1.0)  # values of options that need no mention
 CONDITIONS = {"new_tokens": "max new tokens", "draws": "continuations"}
-IF_LINKED = "() => { if (new URLSearchParams(location.search).has('sweep')) location.replace('#sweep'); }"
+# Gradio gives the page a base address without the settings, in which a fragment alone would lead elsewhere
+IF_LINKED = """() => {
+  if (new URLSearchParams(location.search).has("sweep")) location.replace(location.href.split("#")[0] + "#sweep");
+}"""
 OFF = f"this Space gets a GPU only for seconds, and a sweep takes minutes; {limits.HOME}"
 
 PARTIAL = 0.04  # share of a sweep between two results so far
@@ -146,7 +150,8 @@ def every_few_percent(report: Callable[..., None]) -> Report:
         nonlocal due, last
         now = so_far() if so_far and (share >= due or not share) else None
         due = share + PARTIAL if now else due
-        shown, last = (now if now != last else None), now or last
+        seen = now and (now.rows, now.remarks, now.repeats)  # the page counts the seconds of a stage
+        shown, last = (now if seen != last else None), seen or last
         report(share, what, shown)
 
     return watched
@@ -155,9 +160,10 @@ def every_few_percent(report: Callable[..., None]) -> Report:
 def result_line(result: Result, recorded: bool, partial: bool = False) -> str:
     """Return the data of the view. Unchecked parts, such as a foreign config, are reduced to text."""
     rows = [{name: _cell(value) for name, value in row.items()} for row in result.rows]
-    verdict = best(result) or (result.remarks[0] if result.remarks else "this suite measures no speed-up.")
-    remarks = [*result.remarks, *filter(None, [noisy(result)])]
+    verdict, *others = [*filter(None, [best(result)]), *result.remarks] or ["this suite measures no speed-up."]
+    remarks = [*others, *filter(None, [noisy(result)])]
     payload: dict[str, object] = {"axis": result.axis, "rows": rows, "remarks": remarks, "verdict": verdict}
+    payload |= {"stages": result.environment.get("stages", {}), "commands": commands(result.remarks)}
     where = [str(result.environment[name]) for name in ("device", "date") if result.environment.get(name)]
     payload |= {"where": where, "conditions": " · ".join(_conditions(result))}
     with suppress(ValueError):  # a suite without speed-ups has only its table
@@ -178,7 +184,8 @@ def _cell(value: object) -> object:
     """Return the value of several runs with its interval in words."""
     if not isinstance(value, Estimate):
         return value
-    return {"value": value.value, "interval": value.interval(1 if value.value >= 10.0 else 2)}
+    words = value.interval(1 if value.value >= 10.0 else 2)
+    return {"value": value.value, "low": value.low, "high": value.high, "interval": words}
 
 
 def begin(values: Values, last: Sweeping | None) -> Sweeping:
@@ -279,21 +286,23 @@ def preset_menu(presets: Iterable[Preset], value: str, elem_id: str, scale: int,
     return gr.Dropdown([(p.title, p.id) for p in presets], value=value, **place)
 
 
-def draw_result(sweeps: Sweeps, row: gr.Row, words: str, begin: Begin, inputs: Parts) -> tuple[Parts, gr.Row]:
+def draw_result(
+    sweeps: Sweeps, row: gr.Row, words: str, begin: Begin, inputs: Parts, *starts: Start, page: str = "result.html"
+) -> tuple[Parts, gr.Row]:
     """Create Run and Stop in a row of controls, the `view` of the result, and the row of buttons to save and open one.
 
-    words: of Run.
+    words: of Run. starts: further ways to start. page: the skeleton of the view.
     """
     name = sweeps.name
     with row, gr.Column(scale=2, min_width=180):
         run = gr.Button(words, variant="primary", size="lg", elem_id=f"{name}-run")
         stop = gr.Button("Stop", interactive=False, elem_id=f"{name}-stop")
-    view = assets.view("result.html", "helpers.js", "chart.js", "sweep.js", elem_id=name, later=True, name=name)
+    view = assets.view(page, *assets.SWEEP, elem_id=name, later=True, name=name)
     with gr.Row(elem_id=f"{name}-exports", elem_classes="result-exports") as exports:
         save = gr.Button("Save result (JSON)", size="sm", elem_id=f"{name}-save")
         opened = gr.UploadButton("Open a result", file_types=[".json"], size="sm", elem_id=f"{name}-open")
     parts = {"view": view}
-    wire(sweeps, [([run.click], begin, inputs)], parts, stop, [run, opened])
+    wire(sweeps, [([run.click], begin, inputs), *starts], parts, stop, [run, opened])
     named(opened.upload, sweeps.open, {"file": opened}, parts, **UPLOADED)
     wire_save(save, sweeps.save)
     return parts, exports

@@ -58,17 +58,35 @@ def test_run_stop_share(visit_gated, gates):
 def test_which_method_fits_stopped_and_done(visit_gated, gates):
     page = visit_gated("#tune", viewport={"width": 390, "height": 800})
     status, heat = page.locator("#tune .sd-status"), page.locator("#tune .sd-heat")
+    bars, stages = page.locator("#tune .sd-method"), page.locator("#tune .sd-stages li")
     page.locator("#tune-run").click()
-    expect(status).to_have_text(re.compile("^50 % done: chat, 4 candidates"))
-    expect(heat.locator("button")).to_have_text(["1.31× at k = 7", "1.12× at k = 3", "0.64× at k = 3"])
-    expect(page.locator("#tune .sd-numbers tbody tr")).to_have_count(4)
+    expect(status).to_have_text("Chat, 4 candidates, 60 s left.")
+    expect(stages.last).to_have_text(re.compile("^Racing 9[0-9] s$"))
+    expect(bars).to_have_text(
+        [
+            re.compile(r"^Ngram, k=71\.31× 1\.26 to 1\.36$"),
+            re.compile("^Suffix, k=3left out after 2 races1.12×"),
+            re.compile("^Ngram, k=3left out after 1 race1.05×"),
+            re.compile("^<i>head</i>, k=30.64×"),
+            "Plain decoding90 tokens/s1.00×",
+        ]
+    )
+    expect(page.locator("#tune .sd-idle li")).to_have_text("<u>slow</u>: not raced: <i>too</i> slow")
+    expect(page.locator("#tune .sd-finding")).to_be_hidden()  # none while it runs
     page.locator("#tune-stop").click()
     assert gates.stopped.acquire(timeout=60)
     expect(status).to_have_text(re.compile("^Stopped"))
-    page.locator("#tune-run:enabled").click()
-    expect(status).to_have_text(re.compile("^50 % done: chat, 4 candidates"))
+    page.get_by_role("tab", name="Race", exact=True).click()
+    page.evaluate("document.getElementById('search').click()")  # of the race, as its button does
+    page.get_by_role("tab", name="Find what pays").click()
+    expect(status).to_have_text("Chat, 4 candidates, 60 s left.")
     gates.open.set()
-    expect(status).to_have_text(re.compile("^Done. For mixed work use ngram, k=7"))
+    expect(status).to_have_text("Done.")
+    expect(page.locator("#tune .sd-finding")).to_have_text(re.compile("^For mixed work use ngram, k=7"))
+    expect(page.locator("#tune .sd-next button")).to_have_text(["Use this", "Copy for llama-server"])
+    page.locator("#tune .sd-details summary").click()
+    expect(page.locator("#tune .sd-remarks li").first).to_have_text("Passes: known.")
+    expect(page.locator("#tune .sd-numbers tbody tr")).to_have_count(8)
     expect(heat.locator("tbody th")).to_have_text(["chat", "<b>edit</b>"])
     expect(heat.locator("thead th")).to_have_text(["", "ngram", "suffix", "<i>head</i>"])
     assert page.evaluate("document.documentElement.scrollWidth") == 390

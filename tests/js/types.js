@@ -7,7 +7,7 @@ const VIEWS = {
   how: "helpers chart tree pending_tokens slow_motion maths how",
   setup: "helpers address setup",
   lab: "helpers chart lab",
-  sweep: "helpers chart sweep",
+  sweep: "helpers chart pays sweep",
   whatif: "helpers chart whatif",
   why: "helpers why",
 };

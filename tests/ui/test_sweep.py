@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -11,9 +12,10 @@ import pytest
 from starlette.datastructures import QueryParams
 
 from specdemo.bench import suites
+from specdemo.bench.racer import STAGES
 from specdemo.bench.result import read_result, recorded_suite, write_result
 from specdemo.bench.suites import Sweep
-from specdemo.bench.tune import Tune
+from specdemo.bench.tune import YOURS, Tune
 from specdemo.engine.messages import Finished
 from specdemo.engine.session import session
 from specdemo.presets.files import preset
@@ -21,8 +23,10 @@ from specdemo.ui import controls, lab, model_menus, sweep
 from specdemo.ui.lab import Lab, Training, train
 from specdemo.ui.lab import begin as begin_test
 from specdemo.ui.race import Visits
+from specdemo.ui.setup import to_values
 from specdemo.ui.sweep import Sweeps, begin, restore, result_line
 from specdemo.ui.tune import begin as begin_tune
+from specdemo.ui.tune import begin_of_race
 from specdemo.ui.views import Loading, view
 from tests.traces import hostile_trace
 from tests.ui.stand_ins import VISITOR, Trainer, lines, played, swept, sync, tuned
@@ -65,7 +69,12 @@ def test_a_sweep_is_a_growing_text_and_then_curves(bench):
     assert bench.options == ("batch", {"repeats": 2, "preset": "embedded-ngram", "new_tokens": 32})
     names = [line["name"] for line in seen[-1]["chart"]["lines"]]
     assert names == ["wide", "<i>deep</i> & co", "<i>deep</i> & co, predicted"]
-    assert seen[-1]["rows"][2]["speed-up"] == {"value": 1.3, "interval": ""}  # two repeats give no interval
+    assert seen[-1]["rows"][2]["speed-up"] == {
+        "value": 1.3,
+        "low": None,
+        "high": None,
+        "interval": "",
+    }  # two repeats give no interval
     assert seen[-1]["conditions"] == "2 repeats · target stories · prompts 8 · max new tokens 96"
 
 
@@ -246,7 +255,38 @@ def test_a_public_page_tests_less(bench, monkeypatch):
     assert "continuations must be 256 to 768 on this page, not 1024" in last_test(TEST | {"draws": 1024})
 
 
-TUNED = {"target": "code", "work": [], "minutes": 2.0}
+TUNED = {"target": "code", "work": [], "minutes": 2.0, "prompt": "def add(a, b):"}
+
+
+def test_a_search_is_that_of_the_controls_or_of_the_race(monkeypatch):
+    seen = []
+
+    def run(self, report, cancelled):
+        seen.append((self.target, self.work, self.prompt, [*self.drafts], self.minutes))
+        return tuned()
+
+    monkeypatch.setattr(Tune, "run", run)
+    race = to_values(preset("embedded-draft")) | {"prompt": "Once", "minutes": 1.5}
+    starts = [
+        (begin_tune, TUNED | {"work": [YOURS, "code edit"]}),
+        (partial(begin_of_race, allow_any_model=False), race),
+    ]
+    for start, values in starts:
+        [*played(Sweeps("tune"), start, VISITOR, values)]
+    assert seen == [
+        ("code", f"{YOURS},code edit", "def add(a, b):", [], 2.0),
+        ("stories", YOURS, "Once", ["stories-draft-wide"], 1.5),
+    ]
+    for start, values in starts:
+        with pytest.raises(ValueError, match="the prompt is empty"):
+            start(values | {"prompt": " "}, None)
+
+
+def test_the_first_search_that_is_seen_is_a_recorded_one():
+    shown = lines(Sweeps("tune").recorded(visit(""), {"sweep": Tune.name})["view"])[1]
+    assert shown["recorded"] and shown["chart"]["lines"] and [*shown["stages"]] == [*STAGES]
+    bars = [row for row in shown["rows"] if row["category"] == "mixed"]
+    assert len([row for row in bars if row["place"] and row["race"]]) > 2 and bars[-1]["lane"] == "plain decoding"
 
 
 def test_the_table_grows_and_the_result_is_a_file(monkeypatch):
@@ -262,8 +302,13 @@ def test_the_table_grows_and_the_result_is_a_file(monkeypatch):
     log = lines([*played(jobs, begin_tune, VISITOR, TUNED | {"work": ["code edit"]})][-1]["view"])
     assert seen == [("code", "code edit", 2.0)]
     assert [line["type"] for line in log] == ["run", "start", "loading", "result", "result"]
-    assert [(len(line["rows"]), line["partial"]) for line in log[3:]] == [(4, True), (8, False)]
-    assert log[-1]["verdict"].startswith("For mixed work use ngram, k=7")
+    assert [(len(line["rows"]), line["partial"]) for line in log[3:]] == [(10, True), (14, False)]
+    assert (
+        log[-1]["verdict"].startswith("For mixed work use ngram, k=7") and log[-1]["verdict"] not in log[-1]["remarks"]
+    )
+    assert log[-1]["commands"] == {"llama-server": "llama-server --spec <b>"} and log[-1]["stages"]["racing"] == 90.4
+    assert [line["points"][-1] for line in log[-1]["chart"]["lines"]] == [[8, 5.0], [8, 8]]
+    assert log[-1]["rows"][0]["speed-up"] == {"value": 1.31, "low": 1.26, "high": 1.36, "interval": "1.26 to 1.36"}
     saved = jobs.save(VISITOR)
     assert saved["name"] == "specdemo-tune.json" and read_result(saved["text"]) == tuned()
     assert json.loads(saved["text"])["rows"][0]["race"] == "preset=embedded-ngram&method=ngram&k=7"
