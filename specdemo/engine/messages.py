@@ -15,6 +15,13 @@ from specdemo.core.trace import LaneTrace, Outcome, RunTrace, StepEvent, draft_o
 
 
 @dataclass(frozen=True, slots=True)
+class RunStage:
+    """Start of a part of the run, by its name in STAGES. Progress that is reported from then on is its own."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Started:
     """Start of a run, with the trace as known before the first step; its lanes have no events yet."""
 
@@ -72,8 +79,9 @@ class Finished:
     trace: RunTrace
 
 
+STAGES = LOADING, MEASURING, WARMING_UP, RACING = "loading", "measuring passes", "warming up", "racing"
 Ordered = Generator[tuple[int, StepEvent], None, None]  # steps with the indices of their lanes
-RunMessage = Started | StepRow | Restarted | Note | LaneDone | Finished
+RunMessage = RunStage | Started | StepRow | Restarted | Note | LaneDone | Finished
 
 
 def opened(trace: RunTrace) -> Iterator[RunMessage]:

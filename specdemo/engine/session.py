@@ -22,7 +22,21 @@ from specdemo.engine.clock import clock_name
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.lanes import LaneModels, LocalLane, RunningLane, ServerLane, build_lane_models, chat_messages
 from specdemo.engine.loop import never_cancelled
-from specdemo.engine.messages import SCHEDULES, Finished, LaneDone, LaneSteps, Note, Restarted, RunMessage, opened
+from specdemo.engine.messages import (
+    LOADING,
+    MEASURING,
+    RACING,
+    SCHEDULES,
+    WARMING_UP,
+    Finished,
+    LaneDone,
+    LaneSteps,
+    Note,
+    Restarted,
+    RunMessage,
+    RunStage,
+    opened,
+)
 from specdemo.engine.verdict import compare_outputs
 from specdemo.methods import BASELINE, method, model_method
 from specdemo.methods.pairs import load_model
@@ -155,7 +169,8 @@ class Session:
         """Run the comparison step by step. Closing the iterator, or `cancelled()`, stops every lane within one step. A
         lane that fails notes the reason in its trace and ends alone.
 
-        Raises ValueError if models cannot be loaded, and Cancelled, also a ValueError, if `cancelled()` stopped that.
+        progress: called with the share of the current stage that is done, and what is done now. Raises ValueError if
+        models cannot be loaded, and Cancelled, also a ValueError, if `cancelled()` stopped what precedes the steps.
         """
 
         def report(share: float, what: str) -> None:
@@ -164,8 +179,10 @@ class Session:
             progress(share, what)
 
         with self.lock, self._run_scope():
+            yield RunStage(LOADING)
             self._load(spec, report)
-            used = 0 if spec.all_remote else self._prepare_target(spec)
+            yield RunStage(MEASURING)
+            used = 0 if spec.all_remote else self._prepare_target(spec, report)
             lanes = self._lanes(spec)
             self._keep_lengths(spec, lanes)
             local_target = next((lane.target for lane in lanes if isinstance(lane, LocalLane)), None)
@@ -180,14 +197,18 @@ class Session:
             if local_target:
                 trace.notes += _notes(spec, local_target)
             yield from opened(trace)
+            yield RunStage(WARMING_UP)
             for index, lane in enumerate(lanes):
+                progress(index / len(lanes), f"warming up {lane.trace.name}, not timed")
                 if lane.prepare(cancelled) and lane.trace.note:
                     yield Note(lane.trace.note, index)
             if local_target:  # a capture may have failed in the warm-up
                 trace.environment["kernels"] = local_target.facts.kernels
             gpu = GpuClock(local_target.device if local_target else torch.device("cpu"))
             with step_threads(local_target) if local_target else nullcontext():  # every step finds them set
+                yield RunStage(RACING)
                 for run in range(1, spec.repeats):
+                    progress((run - 1) / spec.repeats, f"run {run} of {spec.repeats}")
                     yield Note(f"run {run} of {spec.repeats} is not shown; the results pool all runs")
                     _repeat(spec.schedule, lanes, cancelled)
                 for group in _groups(lanes):
@@ -221,17 +242,18 @@ class Session:
             if not lane.k and isinstance(length := running.trace.options.get("k"), int):
                 self._lengths[_length_key(spec, lane)] = length
 
-    def _prepare_target(self, spec: Comparison) -> int:
+    def _prepare_target(self, spec: Comparison, report: LoadProgress) -> int:
         """Choose the threads of all lanes by a few passes, because other programs may use the processor now, and
         measure the costs of passes with them. Return the number of threads, 0 on another device."""
         thread_limit.start_run()
         target = self.target()
         used = before = target.threads
         if before and not self.keeps_threads:
+            report(0.0, "choosing threads")
             used = fastest_threads(target, (spec.threads,) if spec.threads else thread_counts(), RUN_SECONDS)
         if used != before:
             target.pass_ms.clear()
-        measure_passes(target)
+        measure_passes(target, report=report)
         return used
 
     @contextmanager

@@ -191,18 +191,16 @@ def load_model(
         notes.append(why)
     if not is_embedded(folder):
         _meta_target(name, folder)
-    report(0.6, f"reading {name}")
     with _exclusive_build():
         try:
-            loaded = _read(name, folder, torch_device, precision, spread, kernels, cpu, notes)
+            loaded = _read(name, folder, torch_device, precision, spread, kernels, cpu, notes, report)
         except WrongHistory:
             exact = replace(precision, dtype=torch.float32)
             if dtype != "auto" or precision.bits or precision == exact:
                 raise
             spread = check_memory(name, estimate_footprint(source, exact).weights, torch_device, exact)
-            report(0.8, f"reading {name} again, in float32")
             why = f"dtype auto is float32: in {str(precision.dtype)[6:]} the model does not continue a stored text here"
-            loaded = _read(name, folder, torch_device, exact, spread, kernels, cpu, [why])
+            loaded = _read(name, folder, torch_device, exact, spread, kernels, cpu, [why], report)
     report(1.0, f"{name} is ready")
     return loaded
 
@@ -228,8 +226,10 @@ def _read(
     kernels: str,
     cpu: CpuSettings,
     notes: list[str],
+    report: LoadProgress,
 ) -> LoadedModel:
     """notes: sentences for the user so far."""
+    report(0.6, f"reading {name} in {str(precision.dtype).removeprefix('torch.')}")
     with load_errors(name):
         tokenizer = _tokenizer(folder)
         loaded = _auto_class(name, folder)[0].from_pretrained(
@@ -253,9 +253,12 @@ def _read(
         if kernels == "auto":
             embeddings: Any = model.get_input_embeddings()
             text = sample_tokens(tokenizer, PROBE_TOKENS, embeddings.weight.shape[0])
+            report(0.75, f"choosing the layout of {name}")
             notes.append(fuse_layers(model, cpu.layout, text))
+        report(0.85, f"checking the cache of {name}")
         notes.append(_check_history(name, model, tokenizer))
     device_kind(torch_device).empty_cache()  # the original matrices, which were concatenated
+    report(0.9, f"choosing the passes of {name}")
     notes = [*notes, *plan_passes(HFTarget(model), cpu)]
     return LoadedModel(model, tokenizer, name, tuple(filter(None, notes)))
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specdemo.core.protocol import Target
 from specdemo.core.rounding import gap_change
+from specdemo.core.suggest import counted
 from specdemo.core.tree import chain_parents
 from specdemo.costs.passes import ROUNDED, SAME_BITS, PassShape, pass_ratio
 from specdemo.models.cpu_plan import CpuPlan, CpuSettings, cpu_plan, pass_shape
@@ -20,6 +21,7 @@ from specdemo.models.cpu_threads import step_threads, threads
 from specdemo.models.devices import device_kind
 from specdemo.models.machine import clock
 from specdemo.models.packed import PADDED_ROWS, PADDING_LIMIT
+from specdemo.models.sources import LoadProgress, no_progress
 from specdemo.models.target import HFTarget
 
 VERIFY_TOKENS = 5
@@ -62,12 +64,13 @@ def pass_times(
     ragged: bool = False,
     now: Clock | None = None,
     limit_s: float = inf,
+    report: LoadProgress = no_progress,
 ) -> dict[int, list[float]]:
     """Return slots -> milliseconds of every repeat of a pass over a chain of that many, after `context` tokens, for
     `rows` texts at once. Repeats of different widths are interleaved.
 
     ragged: the texts have different lengths, up to `MAX_LENGTH_SPREAD` tokens more. now: the clock; None: that of
-    lanes. limit_s: seconds after which no further repeat starts.
+    lanes. limit_s: seconds after which no further repeat starts. report: called before every pass; may raise to stop.
     """
     now = now or clock(target.device, target.facts.wall_time)
     context = max(1, min(context, target.max_length - max(widths) - MAX_LENGTH_SPREAD))
@@ -85,7 +88,9 @@ def pass_times(
         for number in range(repeats + 1):
             if number > 1 and time.perf_counter() > end:
                 break
-            for width, measured in times.items():
+            for place, (width, measured) in enumerate(times.items()):
+                share = (number + place / len(times)) / (repeats + 1)
+                report(share, f"measuring passes over {counted(width, 'token')}")
                 seconds = _seconds(target, width, lengths, now)
                 if number:  # the first round warms up
                     measured.append(1000.0 * seconds)
@@ -93,14 +98,16 @@ def pass_times(
     return times
 
 
-def measure_passes(target: Target) -> dict[int, float]:
+def measure_passes(target: Target, report: LoadProgress = no_progress) -> dict[int, float]:
     """Return `Target.pass_ms`, measured in about CURVE_SECONDS where it is empty. It stays empty for a model without a
     position after a text of one token."""
     if target.max_length < 2 or target.pass_ms:
         return target.pass_ms
     plain_ms = min(pass_times(target, (1,), 1)[1])
-    widths = CURVE_WIDTHS if plain_ms < SLOW_MS else SLOW_WIDTHS
-    times = pass_times(target, [n for n in widths if n < target.max_length], REPEATS, limit_s=CURVE_SECONDS)
+    widths: Sequence[int] = CURVE_WIDTHS if plain_ms < SLOW_MS else SLOW_WIDTHS
+    times = pass_times(
+        target, [n for n in widths if n < target.max_length], REPEATS, limit_s=CURVE_SECONDS, report=report
+    )
     target.release_graphs()
     plain = median(times[1])
     # ratios within a round, because other programs slow down all passes of a round

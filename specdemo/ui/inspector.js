@@ -100,7 +100,7 @@ function inspect() {
   const what = !line.path.length ? "a piece as it arrived, draft tokens unknown" : run.selected.step ? (drafted ? `${accepted}/${drafted} accepted` : `nothing ${line.notes?.unverified ? "verified" : "drafted"}`) : prefill(line);
   $(".sd-step").replaceChildren(
     laneNumber(lane),
-    ` Step ${run.selected.step}/${lane.steps.length - 1} · ${what} · ${milliseconds(sum(Object.values(line.ms)))} ms (${parts.join(", ")})`
+    ` Step ${run.selected.step}/${lane.steps.length - 1} · ${what} · ${duration(sum(Object.values(line.ms)))} (${parts.join(", ")})`
   );
   const summary = run.selected.step && drafted ? describeStep(line) : "";
   $(".sd-step-summary").textContent = [summary, leftOut(line), expertsTouched(line), coresTaken(line)].filter(Boolean).join(" ");

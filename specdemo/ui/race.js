@@ -28,13 +28,14 @@ function isOutdated(log) {
 }
 
 function receive(line) {
-  const actions = { run: opened, start: started, step: received, restart: restarted, done: received, end: ended, loading, error: failed, note: noted, idle };
+  const actions = { run: opened, stage: stageBegun, start: started, step: received, restart: restarted, done: received, end: ended, loading, error: failed, note: noted, idle };
   actions[line.type]?.(line);
 }
 
 function opened(line) {
   nextRun = line;
   failure = "";
+  if (line.recorded && stages?.name) endStages(); // a press on Run may be followed by the recorded run of its settings
   markOutdated();
   $(".sd-alert").after($(".sd-notes")); // those of a link
   if (!line.still && !line.recorded) unfinished.keep(line.run);
@@ -77,7 +78,13 @@ function started(line) {
   showRun(shouldAutoplay());
 }
 
-const received = (line) => run.lanes[line.lane] && player.receive(run.lanes[line.lane], line);
+function received(line) {
+  if (stages) {
+    endStages();
+    showPlayback();
+  }
+  if (run.lanes[line.lane]) player.receive(run.lanes[line.lane], line);
+}
 
 // Clears a lane: its steps follow again, with the outcome of its draft tokens.
 function restarted(line) {
@@ -89,7 +96,7 @@ function restarted(line) {
 
 function ended(line) {
   forgetRun();
-  $(".sd-loading").hidden = true;
+  endStages();
   if (nextRun) return neverStarted("Stopped before the first token.");
   if (run.end && !line.comparison.length) return; // Stop adds an end line without numbers, before or after that of the engine
   Object.assign(run, { end: line, done: false });
@@ -100,12 +107,7 @@ function neverStarted(text) {
   nextRun.over = true;
   setStatus(text);
   markOutdated();
-  showHint(READY);
-}
-
-// Shows a line in the place of the result if there is none yet.
-function showHint(text) {
-  if (run.hint) run.hint = text;
+  if (run.hint) run.hint = READY;
   paint();
 }
 
@@ -116,14 +118,54 @@ watchPlace("race", (text) => {
   scrollToRun();
 });
 
+// ---- what precedes the first step, in the place of the result
+
+const STAGES = ["loading", "measuring passes", "warming up", "racing"];
+let stages = null; // the stage and the share of it that is done; null: none
+
+// Greys the visible result and shows the stages of a run that was asked for, before the server answers.
+function runPressed() {
+  film?.close();
+  hideMessages();
+  showStage("", 0);
+  setStatus("Starting.");
+}
+
+const stageBegun = ({ name }) => showStage(name, 0);
+
 function loading(line) {
-  const bar = $(".sd-loading");
   if (nextRun) nextRun.loading = true;
-  showHint("Running. The result appears here.");
-  bar.hidden = line.share >= 1;
-  bar.value = line.share;
-  setStatus(line.share >= 1 ? "Warming up (not timed)." : `${sentence(line.text)}, ${percent(line.share)}`);
+  showStage(stages?.name || STAGES[0], line.share);
+  setStatus(`${sentence(line.text)}, ${percent(line.share)}`);
   scrollToRun();
+}
+
+function showStage(name, share) {
+  stages = { name, share };
+  drawStages();
+}
+
+function endStages() {
+  if (!stages) return;
+  stages = null;
+  drawStages();
+}
+
+function drawStages() {
+  const list = $(".sd-stages");
+  const at = STAGES.indexOf(stages?.name);
+  const part = (name, i) => {
+    const done = i < at ? 1 : i === at ? stages.share : 0;
+    const words = i === at ? `${sentence(name)} ${percent(done)}` : sentence(name);
+    const item = withData(make("li", "", words, make("i")), { state: i < at ? "done" : i === at ? "now" : "next" });
+    if (i === at) item.ariaCurrent = "step";
+    item.style.setProperty("--share", String(done));
+    return item;
+  };
+  list.hidden = !stages;
+  list.replaceChildren(...(stages ? STAGES.map(part) : []));
+  markOutdated();
+  paint();
 }
 
 const settingsKey = () => /** @type {HTMLElement | null} */ (document.querySelector("#setup [data-key]"))?.dataset.key;
@@ -136,7 +178,7 @@ function failed(line) {
   const { instead } = line;
   showAlert(line.text, ...(instead ? [clickable("sd-try", `Run ${instead[1]} instead`, () => toRace("race", instead[0]))] : []));
   scrollIntoViewport($(".sd-alert"), "nearest");
-  $(".sd-loading").hidden = true;
+  endStages();
   if (nextRun) {
     failure = line.file ? "" : line.text;
     return neverStarted(line.file ? "File not opened." : "Run not started.");
@@ -248,7 +290,7 @@ function showPlayback() {
   for (const lane of run.done ? [] : run.lanes) {
     if (lane.next && !lane.finish) pill(lane, player.paused ? "paused" : "generating", "busy");
   }
-  if (!nextRun?.loading) setStatus(playback(), run.done && !run.still ? resultSentence() : ""); // otherwise the status shows the next run
+  if (!nextRun?.loading && !stages) setStatus(playback(), run.done && !run.still ? resultSentence() : ""); // otherwise the status shows the next run
   paint();
 }
 
@@ -281,7 +323,6 @@ function hideRejected() {
 function showRun(replayed) {
   film?.close();
   player.load(run, replayed);
-  $(".sd-loading").hidden = true;
   $(".sd-lanes").replaceChildren();
   $(".sd-race").replaceChildren();
   $(".sd-next").hidden = $(".sd-estimate").hidden = $(".sd-card").hidden = true;
@@ -406,7 +447,7 @@ function markOutdated() {
   const current = settingsKey();
   const outdated = Boolean(run.done && run.key && current && current !== run.key);
   run.failure = $(".sd-alert").hidden ? "" : failure;
-  const failed = Boolean(run.failure && run.start.lanes.length);
+  const failed = Boolean((run.failure || (stages && (run.end || nextRun))) && run.start.lanes.length);
   const whose = failed && run.still ? "Recording of another machine" : outdated ? `Result of earlier settings: ${drafters(run.lanes)}` : "Result of the run before";
   $(".sd-headline").toggleAttribute("data-outdated", outdated && !failed);
   for (const part of element.querySelectorAll(".sd-stage, .sd-headline")) part.toggleAttribute("data-recorded", Boolean(run.recorded));
@@ -455,6 +496,7 @@ function idle(line) {
 element.addEventListener("keydown", onKey);
 element.addEventListener("click", onClick);
 document.addEventListener("specdemo:edit", closeInspector); // on a phone it would cover the controls
+document.addEventListener("click", ({ target }) => /** @type {Element} */ (target).closest?.("#run, #continue, #repeat") && runPressed());
 wireTransport();
 document.addEventListener("specdemo:settings", () => {
   // until the rejected settings are changed; those before them may be described only now

@@ -11,7 +11,7 @@ import gradio as gr
 from specdemo.core.safe_io import FILE_BYTES, read_limited
 from specdemo.core.trace import RunTrace, from_json, to_json
 from specdemo.engine.comparison import Comparison
-from specdemo.engine.messages import Finished, Note, Started, replay
+from specdemo.engine.messages import LOADING, Finished, Note, RunStage, Started, replay
 from specdemo.engine.session import follow_up, session
 from specdemo.models.checkpoints import PICKLED
 from specdemo.models.gguf_files import missing_bytes
@@ -25,7 +25,7 @@ from specdemo.ui import space
 from specdemo.ui.controls import address, fill
 from specdemo.ui.job import ENTRY, LOST_S, Job, Jobs, Messages, Store, Values, Worker, opening, reason, refusal, to_line
 from specdemo.ui.setup import from_values, key, to_values
-from specdemo.ui.views import Failed, Loading, Shown, models_of, summary, view
+from specdemo.ui.views import Failed, Shown, models_of, summary, view
 
 
 def run(spec: Comparison, cancelled: Callable[[], bool], report: Callable[..., None]) -> Iterator[Shown]:
@@ -131,8 +131,8 @@ class Log(Job):
             instead = self._instead() if isinstance(message, Failed) else {}
             self.text += without_folders(to_line(view(message) | instead), self._models)
             match message:
-                case Loading(share):
-                    self._loading = share < 1.0
+                case RunStage(name):
+                    self._loading = name == LOADING
                 case Started():
                     self.started, self._trace = True, ""
                 case Failed(text):

@@ -13,6 +13,7 @@ const VERDICTS = {
 };
 
 const milliseconds = (x) => fixed(x, x < 10 ? 2 : x < 100 ? 1 : 0);
+const duration = (ms) => (ms < 1000 ? `${milliseconds(ms)} ms` : `${fixed(ms / 1000, 1)} s`);
 const megabytes = (x) => (!x ? "–" : x < 1e9 ? `${(x / 1e6).toFixed(1)} MB` : `${(x / 1e9).toFixed(2)} GB`);
 const FORMATS = { percent, decimal: (x) => fixed(x, 2), count: (x) => fixed(x, 0), bytes: megabytes, milliseconds };
 const PARTS = {

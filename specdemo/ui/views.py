@@ -13,7 +13,7 @@ from specdemo.core.headline import headline, parting_words, price_words
 from specdemo.core.rules import draws_by_position
 from specdemo.core.trace import LaneTrace, RunTrace, whole_requests
 from specdemo.costs.passes import SAME_BITS, curve_of, pass_ratio, pass_rows
-from specdemo.engine.messages import Finished, LaneDone, Note, Restarted, RunMessage, Started, StepRow
+from specdemo.engine.messages import Finished, LaneDone, Note, Restarted, RunMessage, RunStage, Started, StepRow
 from specdemo.methods import MODEL_OPTIONS
 from specdemo.methods.facts import PREDICTED
 from specdemo.models.ref import ModelRef
@@ -51,6 +51,8 @@ def view(message: Shown) -> dict[str, object]:
     match message:
         case Started(trace):
             return _start(trace)
+        case RunStage(name):
+            return {"type": "stage", "name": name}
         case StepRow():
             return {"type": "step", **asdict(message)}
         case LaneDone(lane, trace):

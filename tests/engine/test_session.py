@@ -19,7 +19,18 @@ from specdemo.costs.passes import measured_passes
 from specdemo.engine import clock
 from specdemo.engine import session as session_module
 from specdemo.engine.comparison import Comparison, Lane
-from specdemo.engine.messages import Finished, LaneDone, Note, Started, StepRow, replay
+from specdemo.engine.messages import (
+    LOADING,
+    MEASURING,
+    STAGES,
+    Finished,
+    LaneDone,
+    Note,
+    RunStage,
+    Started,
+    StepRow,
+    replay,
+)
 from specdemo.engine.session import Session, follow_up
 from specdemo.engine.verdict import log_likelihood
 from specdemo.models.cpu_threads import usable_cores
@@ -68,7 +79,7 @@ IN_FOURS = {1: 10.0, 2: 14.0, 3: 15.0, 4: 12.0, 5: 20.0, 6: 23.0, 7: 26.0, 8: 24
     ],
 )
 def test_default_draft_length_follows_the_measured_passes(runner, monkeypatch, lane, k, chosen):
-    def measure(target):
+    def measure(target, report):
         target.pass_ms.clear()
         target.pass_ms.update(IN_FOURS)
 
@@ -94,7 +105,7 @@ def test_default_draft_length_follows_the_measured_passes(runner, monkeypatch, l
     ],
 )
 def test_a_tree_has_as_many_nodes_as_the_measured_passes_allow(runner, monkeypatch, lane, k, nodes):
-    monkeypatch.setattr(session_module, "measure_passes", lambda target: target.pass_ms.update(IN_FOURS))
+    monkeypatch.setattr(session_module, "measure_passes", lambda target, report: target.pass_ms.update(IN_FOURS))
     trace = runner.run(spec(lane, max_new_tokens=12))
     drafted = max(len(event.drafted[0]) for event in trace.lanes[1].events)
     assert trace.lanes[1].options["k"] == k and drafted == (nodes or k)
@@ -231,14 +242,16 @@ def test_a_trace_survives_its_file_and_replays_without_models(trace, monkeypatch
 
 
 def test_live_and_replayed_messages_are_equal(runner):
-    live = list(runner.stream(spec()))
+    live = [message for message in runner.stream(spec()) if not isinstance(message, RunStage)]
     stored = list(replay(live[-1].trace))
     shape = [(type(m), getattr(m, "lane", None)) for m in live]
     assert sorted(map(str, shape)) == sorted(str((type(m), getattr(m, "lane", None))) for m in stored)
 
 
 def test_a_note_of_the_target_reaches_the_page_the_trace_its_replay_and_the_report(monkeypatch):
-    monkeypatch.setattr(session_module, "measure_passes", lambda target: target.pass_ms.update({1: 10.0, 4: 15.3}))
+    monkeypatch.setattr(
+        session_module, "measure_passes", lambda target, report: target.pass_ms.update({1: 10.0, 4: 15.3})
+    )
     messages = list(Session().stream(spec(dtype="bfloat16", max_new_tokens=4)))
     trace = messages[-1].trace
     note = "checking 4 tokens costs 1.5 passes in bfloat16, so speculation gains less; compare with dtype float32"
@@ -461,3 +474,19 @@ def test_only_complete_chats_have_a_next_turn(runner, chatty, trace):
         runner.load(spec(chat=True))
     with pytest.raises(ValueError, match="has no system prompt; leave it empty or turn chat on"):
         runner.load(spec(system="Be brief."))
+
+
+def test_what_precedes_the_steps_is_reported_stage_by_stage(runner):
+    runner.unload()
+    seen, done = [], []
+    for message in runner.stream(spec(max_new_tokens=4, repeats=2), progress=lambda *given: done.append(given)):
+        if isinstance(message, RunStage):
+            seen.append(message.name)
+            done.clear()
+        elif isinstance(message, Started):
+            assert seen == [LOADING, MEASURING] and "pass_ms" in message.trace.environment
+            shares = [share for share, what in done if what.startswith("measuring passes over ")]
+            assert len(shares) > 3 and shares == sorted(shares) and shares[0] >= 0.0 and shares[-1] <= 1.0
+        elif isinstance(message, StepRow) and message.index == 0:
+            assert done == [(0.0, "run 1 of 2")]
+    assert seen == list(STAGES)

@@ -69,9 +69,8 @@ def test_zero_gpu_runs_in_a_forked_process():
     text, comparison, stopped, refused, compared = json.loads(ran.stdout)
     messages = lines(text)
     assert messages[-1]["type"] == "end" and comparison["verdict"] == "identical"
-    assert [line["text"] for line in messages if line["type"] == "loading"] == [
-        "models ready"
-    ]  # loaded before the fork
+    stages = [line.get("name", line.get("text")) for line in messages if line["type"] in ("stage", "loading")]
+    assert stages[:3] == ["loading", "models ready", "measuring passes"]  # loaded before the fork
     assert lines(stopped)[-1] == {"type": "end", "finish": "cancelled", "comparison": []}
     reason = "no GPU for this run: You have exceeded your GPU quota (34s requested vs. 8s left)"
     assert lines(refused)[1:] == [{"type": "error", "text": reason}] and compared == reason
