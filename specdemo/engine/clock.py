@@ -36,17 +36,21 @@ class CpuStopwatch:
         self.wall_ms: float | None = None
         self.waited_ms: float | None = None
         self._now, self._wall, self._threads = now, wall, threads
-        self._before: ThreadTimes = {}
+        self._read_threads: ThreadTimes = {}  # the last reading
         self._wall_start = 0.0
         self._last = 0.0
         self._ms: dict[str, float] = {}
 
     def start(self) -> None:
         """Start a step."""
+        now = self._now()
+        # a reading takes as long as an argmax, so the last one serves a step that follows at once
+        if self._threads and now - self._last >= WAITED_SHARE * sum(self._ms.values()) / 1000.0:
+            self._read_threads = self._threads()
+            now = self._now()
         self._ms = {}
-        self._before = self._threads() if self._threads else {}
         self._wall_start = self._wall() if self._wall else 0.0
-        self._last = self._now()
+        self._last = now
 
     def lap(self, name: str) -> None:
         """Record the time since the last lap as `name`; laps of one name add up."""
@@ -59,8 +63,9 @@ class CpuStopwatch:
         if self._wall:
             self.wall_ms = round((self._wall() - self._wall_start) * 1000.0, 4)
         if self._threads:
-            total = sum(self._ms.values())
-            waited = _waited_ms(self._before, self._threads(), total)
+            total, before = sum(self._ms.values()), self._read_threads
+            self._read_threads = self._threads()
+            waited = _waited_ms(before, self._read_threads, total)
             self.waited_ms = round(waited, 4) if waited >= WAITED_SHARE * total else None
         return {name: round(ms, 4) for name, ms in self._ms.items()}
 

@@ -107,11 +107,25 @@ def test_a_step_that_waited_for_other_programs_is_marked():
     starts = {"a": (50.0, 1.0), "b": (40.0, 2.0), "c": (9.0, 7.0)}
     for waited, marked in ((0.5, None), (4.0, 4.0)):
         ends = {"a": (69.0, 1.0), "b": (59.0 - waited, 2.0 + waited), "c": (9.1, 9.0), "new": (0.0, 90.0)}
-        times, threads = iter([0.0, 0.020]), iter([starts, ends])
+        times, threads = iter([0.0, 0.0, 0.020]), iter([starts, ends])
         watch = CpuStopwatch(lambda times=times: next(times), threads=lambda threads=threads: next(threads))
         watch.start()
         watch.lap("verify")
         assert watch.read() == {"verify": 20.0} and watch.waited_ms == marked
+
+
+@pytest.mark.parametrize(("pause", "readings"), [(0.0009, 3), (0.0011, 4)])
+def test_a_step_that_follows_at_once_starts_with_the_last_reading_of_the_threads(pause, readings):
+    """At once: within 5 % of the last step's time, so that no wait in between can mark a step."""
+    now, read = {"seconds": 0.0}, []
+    watch = CpuStopwatch(lambda: now["seconds"], threads=lambda: read.append(1) or {"a": (20.0 * len(read), 0.0)})
+    for _ in range(2):
+        watch.start()
+        now["seconds"] += 0.020
+        watch.lap("verify")
+        assert watch.read() == {"verify": 20.0} and watch.waited_ms is None
+        now["seconds"] += pause
+    assert len(read) == readings
 
 
 def test_the_system_counts_how_long_a_thread_waits():
