@@ -4,7 +4,7 @@ prompt is the first observation.
 B rows, N draft nodes, S = N + 1 slots, A accepted columns, V vocabulary.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from dataclasses import replace
 from math import isfinite
@@ -311,6 +311,7 @@ def _event(
     notes = {name: float(value) for name, value in notes.items()}
     if result.changed is not None:
         notes["changed"] = float(sum(result.changed))
+        _check_finite((p for row in top for _, p in row), names[1])
     path = [p or [0] for p in result.path]
     probs = draft_probs, target_probs
     return StepEvent(index, tokens, parents, path, emitted, *probs, ms, notes, wall_ms, top, [*draft.forced])
@@ -319,14 +320,19 @@ def _event(
 def _rounded(probs: Tensor, tokens: list[list[int]], name: str) -> list[list[float | None]]:
     rows = [
         [round(p, 4) if t != ABSENT else None for p, t in zip(ps, ts, strict=True)]
+    _check_finite(notes.values(), names[0])
         for ps, ts in zip(probs.tolist(), tokens, strict=True)
     ]
-    if not all(isfinite(p) for row in rows for p in row if p is not None):
+    _check_finite((p for row in rows for p in row if p is not None), name)
+    return rows
+
+
+def _check_finite(numbers: Iterable[float], name: str) -> None:
+    if not all(map(isfinite, numbers)):
         raise ValueError(
             f"the logits of {name} are not finite: its weights, or numbers in its config, are too large; choose "
             "another file, or float32 where it runs in float16"
         )
-    return rows
 
 
 def _top_tokens(probs: Tensor, emitted: list[int]) -> list[list[tuple[int, float]]]:
