@@ -23,7 +23,7 @@ from specdemo.core.trace import StepEvent
 from specdemo.core.tree import ABSENT, Draft, chain_parents, clamp_ids, depths, first_branch, is_chain, validate_ids
 from specdemo.engine.clock import Stopwatch, stopwatch_for
 from specdemo.models.cpu_threads import step_threads, thread_limit
-from specdemo.models.errors import Cancelled, cancel_passes_if
+from specdemo.models.errors import Cancellation, Cancelled
 from specdemo.models.shared import SharedTarget, graph_target
 
 WARM_UP_TOKENS = 12
@@ -59,10 +59,11 @@ def generate(
     if config.grammar is not None:
         target, drafter = constrained(target, drafter, config.grammar, config.max_new_tokens)
     watch = stopwatch or stopwatch_for(prompt_ids.device, target.facts.wall_time)
+    no_grad, cancellation = torch.no_grad(), Cancellation(cancelled)
     with closing(_steps(target, drafter, prompt_ids, config, accept or Coupled(), watch, cancelled)) as steps:
         while True:
             try:
-                with step_threads(target), cancel_passes_if(cancelled):
+                with no_grad, step_threads(target), cancellation:  # not inference_mode: drafters may train on tensors
                     event = next(steps, None)
             except Cancelled:
                 return
@@ -71,7 +72,6 @@ def generate(
             yield event
 
 
-@torch.no_grad()  # not inference_mode: online drafters train on these tensors
 def _steps(
     target: Target,
     drafter: Drafter,

@@ -22,18 +22,20 @@ from specdemo.models.devices import device_kind
 
 BUSY_CORES = 4  # from this number on, one core is left to the page, the browser and other programs
 MANY_CORES = 1 << 10
+UNCHANGED = nullcontext()  # the number of threads
 SLOW_PASSES = 3  # passes in a row that must be slow
 SLOW_RATIO = 1.5  # their time, relative to the median of the passes before
 SLOW_FROM_START = 3.0  # or relative to the measured time: long texts and slow phases of a shared host cost up to 2
 
 
-@contextmanager
-def threads(count: int) -> Iterator[None]:
+def threads(count: int) -> AbstractContextManager[None]:
     """Set the number of torch's threads inside the block, if it is another one: that takes as long as a small step."""
+    return UNCHANGED if torch.get_num_threads() == count else _set_threads(count)
+
+
+@contextmanager
+def _set_threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    if before == count:
-        yield
-        return
     torch.set_num_threads(count)
     try:
         yield
@@ -43,7 +45,9 @@ def threads(count: int) -> Iterator[None]:
 
 def one_thread(device: torch.device) -> AbstractContextManager[None]:
     """Set one thread on a CPU, unless OMP_NUM_THREADS is set."""
-    return threads(1) if device_kind(device).host and "OMP_NUM_THREADS" not in os.environ else nullcontext()
+    if torch.get_num_threads() == 1 or "OMP_NUM_THREADS" in os.environ or not device_kind(device).host:
+        return UNCHANGED
+    return threads(1)
 
 
 def step_threads(target: Target) -> AbstractContextManager[None]:
