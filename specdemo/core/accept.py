@@ -25,9 +25,14 @@ class AcceptResult:
     """Result of an acceptance rule."""
 
     path: list[list[int]]  # per row: accepted slots from the root down, starts with 0
-    next_token: Tensor  # [B] int64, the correction or bonus token after the path
+    next_token: Tensor  # [B] or [B, 1] int64, the correction or bonus token after the path
     output_tokens: list[list[int]] | None = None  # per row: accepted tokens and the next token, if they are on the host
     changed: list[int] | None = None  # of a lossy rule, per row: accepted tokens that the lossless rule rejects
+
+    @property
+    def root(self) -> Tensor:
+        """Return the next token [B, 1] as the root of the next step."""
+        return self.next_token if self.next_token.ndim == 2 else self.next_token[:, None]
 
 
 class AcceptRule(Protocol):

@@ -120,11 +120,11 @@ class _Around:
 class _ConstrainedTarget(_Around):
     def start(self, tokens: Tensor, taps: tuple[int, ...] = (), reserve: int = 0) -> Forward:
         forward: Forward = self._inner.start(tokens, taps, reserve + MOST_FORCED)
-        return replace(forward, logits=self._constraint.mask(forward.logits))
+        return Forward(self._constraint.mask(forward.logits), forward.hidden, forward.experts)
 
     def forward(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...] = ()) -> Forward:
         forward: Forward = self._inner.forward(tokens, parents, taps)
-        return replace(forward, logits=self._constraint.mask(forward.logits))
+        return Forward(self._constraint.mask(forward.logits), forward.hidden, forward.experts)
 
 
 class _ConstrainedDrafter(_Around):

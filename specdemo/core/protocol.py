@@ -13,7 +13,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from specdemo.core.accept import AcceptRule
-from specdemo.core.sampling import Sampling
+from specdemo.core.sampling import Sampling, argmax
 from specdemo.core.tree import Draft
 
 UNLIMITED = 1 << 30
@@ -89,6 +89,10 @@ class Forward:
     logits: Tensor  # [B, S, V]; of `start` only the last position, [B, 1, V]
     hidden: Mapping[int, Tensor] = field(default_factory=dict)  # tap -> [B, S, H]; of `start` [B, T, H]
     experts: Tensor | None = None  # [B, S, L, K] experts of every slot in L layers; None: unknown, or a dense model
+
+    def argmax(self) -> Tensor:
+        """Return the index [B, S] of the first largest logit of each slot."""
+        return argmax(self.logits)
 
     def first(self, slots: int) -> "Forward":
         """Return the output of the first `slots` slots."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from specdemo.core.accept import AcceptResult, AcceptRule, token_probs
 from specdemo.core.constraint import constrained
 from specdemo.core.coupled import Coupled
-from specdemo.core.host_copy import to_device
+from specdemo.core.host_copy import on_host, to_device
 from specdemo.core.protocol import Budget, Drafter, Forward, GenerationConfig, Progress, Target
 from specdemo.core.sampling import PositionNoise, to_probs
 from specdemo.core.suggest import counted
@@ -83,11 +83,13 @@ def _steps(
 ) -> Generator[StepEvent, None, None]:
     rng = _generator(target, prompt_ids, config, accept)
     noise = None if config.sampling.greedy else rng
-    rows = _Rows(len(prompt_ids), config, target)
+    count = len(prompt_ids)
+    rows = _Rows(count, config, target)
     try:
         watch.start()
         drafter.start(len(prompt_ids), config.sampling, rng)
         accept = drafter.accept_rule(accept)
+        argmax_alone = noise is None and accept.exact  # where nothing was drafted
         forward = target.start(prompt_ids, drafter.taps, reserve=config.max_new_tokens + config.budget.nodes)
         first = forward.logits[:, -1:]
         scores = first if noise is None else to_probs(first, config.sampling)
@@ -104,14 +106,20 @@ def _steps(
             proposed = rows.trim(drafter.propose(rows.budget()))
             if not target.capabilities.trees and not is_chain(proposed.parents):
                 proposed = first_branch(proposed)
-            draft = clamp_ids(proposed, len(root), target.vocab_size)
+            draft = clamp_ids(proposed, count, target.vocab_size)
             watch.lap("draft")
             tokens = torch.cat([root, draft.tokens], 1) if draft.nodes else root
             forward = target.forward(tokens, draft.parents, drafter.taps)
             watch.lap("verify")
-            target_scores = forward.logits if noise is None else to_probs(forward.logits, config.sampling)
-            result = rows.clear_finished(accept(draft, target_scores, noise))
-            next_root = result.next_token[:, None]
+            if argmax_alone and not draft.nodes:
+                best = forward.argmax()
+                outputs = best.tolist() if on_host(target.device) else None
+                result = AcceptResult([[0] for _ in range(count)], best, outputs)
+            else:
+                target_scores = forward.logits if noise is None else to_probs(forward.logits, config.sampling)
+                result = accept(draft, target_scores, noise)
+            result = rows.clear_finished(result)
+            next_root = result.root
             progress = _progress(tokens, result, next_root, forward)
             if result.output_tokens is not None:
                 progress.set_output_ids(result.output_tokens)
@@ -303,6 +311,7 @@ def _event(
         p = target_scores.logits.float().softmax(-1) if isinstance(target_scores, Forward) else target_scores
         target_probs = _rounded(token_probs(p, draft.parents, draft.tokens), tokens, names[1])
         top = _top_tokens(p[0, result.path[0]], emitted[0])
+        _check_finite((p for row in top for _, p in row), names[1])
     else:
         target_probs, top = [[] for _ in tokens], []
     draft_probs: list[list[float | None]] = [[None] * len(t) for t in tokens]
@@ -311,7 +320,7 @@ def _event(
     notes = {name: float(value) for name, value in notes.items()}
     if result.changed is not None:
         notes["changed"] = float(sum(result.changed))
-        _check_finite((p for row in top for _, p in row), names[1])
+    _check_finite(notes.values(), names[0])
     path = [p or [0] for p in result.path]
     probs = draft_probs, target_probs
     return StepEvent(index, tokens, parents, path, emitted, *probs, ms, notes, wall_ms, top, [*draft.forced])
@@ -320,7 +329,6 @@ def _event(
 def _rounded(probs: Tensor, tokens: list[list[int]], name: str) -> list[list[float | None]]:
     rows = [
         [round(p, 4) if t != ABSENT else None for p, t in zip(ps, ts, strict=True)]
-    _check_finite(notes.values(), names[0])
         for ps, ts in zip(probs.tolist(), tokens, strict=True)
     ]
     _check_finite((p for row in rows for p in row if p is not None), name)

@@ -89,13 +89,17 @@ class OutputBuffer:
         self._values: Values = numpy.empty((0, columns), numpy.float32)
 
     def read(self, pointer: Handle, rows: int) -> Values:
-        """Return a copy of the first rows, because the next call overwrites them."""
+        """Return a copy of the first rows, because the next pass overwrites them."""
+        return self.view(pointer, rows).copy()
+
+    def view(self, pointer: Handle, rows: int) -> Values:
+        """Return the first rows, which are valid until the next pass of the context, or until it is freed."""
         address = ctypes.addressof(pointer.contents)
         if address != self._address:  # of the view, only rows that llama.cpp has written may be read
             memory = (ctypes.c_float * (BATCH_TOKENS * self._columns)).from_address(address)
             self._values = numpy.ctypeslib.as_array(memory).reshape(BATCH_TOKENS, self._columns)
             self._address = address
-        return self._values[:rows].copy()
+        return self._values[:rows]
 
 
 class LlamaCppContext:
@@ -120,13 +124,29 @@ class LlamaCppContext:
         self._next: Any = state_functions(llama)
         self._taps: frozenset[int] = frozenset()  # that llama.cpp returns at present
         self._threads = 0
+        self._passes = 0  # so far
 
     def decode(self, inputs: Inputs, taps: Taps) -> Outputs:
-        """Run the tokens; return the logits [T, V] and the states of the taps [T, H] of each."""
+        """Run the tokens; return the logits [T, V] and the states of the taps [T, H] of each.
+
+        The logits are valid until the next pass; see `until_next_pass`.
+        """
         if len(inputs.tokens) <= BATCH_TOKENS:
             return self._decode(inputs, taps)
-        parts = [self._decode(inputs.part(begin), taps) for begin in range(0, len(inputs.tokens), BATCH_TOKENS)]
+        batches = (inputs.part(begin) for begin in range(0, len(inputs.tokens), BATCH_TOKENS))
+        parts = [(logits.copy(), states) for logits, states in (self._decode(batch, taps) for batch in batches)]
         return numpy.concatenate([logits for logits, _ in parts]), _joined(parts, taps)
+
+    def until_next_pass(self, logits: Values) -> Callable[[], Values]:
+        """Return a function that returns the logits of the last pass, and raises RuntimeError after another pass."""
+        number = self._passes
+
+        def read() -> Values:
+            if self._passes != number:
+                raise RuntimeError("another pass has replaced these logits; read them before it")
+            return logits
+
+        return read
 
     def read_text(
         self, tokens: Sequence[int], position: int, sequence: int, taps: Taps, cancelled: Callable[[], bool]
@@ -150,16 +170,17 @@ class LlamaCppContext:
                     raise
             finally:
                 self._llama.llama_set_abort_callback(self._handle, self._llama.ggml_abort_callback(), None)
-        return parts[-1][0][-1:], _joined(parts, taps)
+        return parts[-1][0][-1:].copy(), _joined(parts, taps)
 
     def append(self, tokens: list[int], position: int, sequence: int) -> Values:
-        """Run at most BATCH_TOKENS consecutive tokens of a sequence; return the last logits [1, V]."""
+        """Run at most BATCH_TOKENS consecutive tokens of a sequence; return the last logits [1, V], valid as in
+        `decode`."""
         return self._decode(Inputs.of_text(tokens, position, sequence), (), last_only=True)[0]
 
     def _decode(
         self, inputs: Inputs, taps: Taps, last_only: bool = False, cancelled: Callable[[], bool] | None = None
     ) -> Outputs:
-        """Run at most BATCH_TOKENS tokens; return the logits [O, V] and the states of the taps [T, H].
+        """Run at most BATCH_TOKENS tokens; return a view of the logits [O, V] and the states of the taps [T, H].
 
         The states of OUTPUT_TAP need outputs of all tokens, unless the model returns them alone.
         """
@@ -167,7 +188,7 @@ class LlamaCppContext:
             raise Cancelled("stopped")
         self._select(frozenset(taps))
         outputs = self._run(inputs, not last_only)
-        logits = self._logits.read(self._llama.llama_get_logits(self._handle), outputs)
+        logits = self._logits.view(self._llama.llama_get_logits(self._handle), outputs)
         return logits, {tap: self._states[tap].read(self._pointer(tap), len(inputs.tokens)) for tap in taps}
 
     def _run(self, inputs: Inputs, every_output: bool) -> int:
@@ -177,6 +198,7 @@ class LlamaCppContext:
             self._threads = self._model.used_threads
             llama.llama_set_n_threads(self._handle, self._threads, self._threads)
         count = self._inputs.write(inputs, every_output)
+        self._passes += 1
         status = llama.llama_decode(self._handle, self._inputs.batch)
         if status == ABORTED:
             raise Cancelled("stopped")

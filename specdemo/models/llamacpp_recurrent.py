@@ -99,7 +99,7 @@ class RecurrentHistory:
         end = 0
         for row in rows:
             begin, end = end, end + len(row.provisional)
-            row.outputs = logits[begin:end], {tap: of[begin:end] for tap, of in states.items()}
+            row.outputs = logits[begin:end].copy(), {tap: of[begin:end] for tap, of in states.items()}
 
     def commit(self, path: Sequence[Sequence[int]]) -> None:
         """Append the accepted slots of the last pass. A row with an empty path keeps the pass, see `forward`."""

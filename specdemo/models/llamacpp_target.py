@@ -8,6 +8,7 @@ its cells are removed by the next `forward`, or `commit` keeps those of the acce
 text is then that of plain decoding.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
@@ -198,7 +199,7 @@ class LlamaCppTarget(Target):
         else:
             inputs = self._chain_inputs(tokens) if is_chain(parents) else self._tree_inputs(tokens, parents)
             logits, states = self._open_context().decode(inputs, taps)
-        return Forward(_by_slot(logits, tokens), {tap: _by_slot(of, tokens) for tap, of in states.items()})
+        return _Output(self._open_context().until_next_pass(logits), states, tokens)
 
     def draft_greedy(self, tokens: list[int], depth: int, vocab_size: int) -> tuple[list[int], list[float]] | None:
         if len(self._rows) != 1 or self._recurrent:
@@ -326,6 +327,37 @@ class LlamaCppTarget(Target):
         if self._context is None or not self._rows:
             raise ValueError("there is no history; call start() with the prompt first")
         return self._context
+
+
+class _Output(Forward):
+    """Output of a pass, of which plain decoding needs the argmax only. The logits are copied from llama.cpp's memory
+    when they are first read, which must be before the next pass."""
+
+    __slots__ = ("_copy", "_read", "_tokens")
+    _copy: Tensor | None
+    _read: Callable[[], Values]
+    _tokens: Tensor
+
+    def __init__(self, read: Callable[[], Values], states: dict[int, Values], tokens: Tensor) -> None:
+        """read: returns the logits [T, V] of the present tokens [B, S] in llama.cpp's memory. states: [T, H] by tap."""
+        assign = object.__setattr__  # the class is frozen
+        assign(self, "hidden", {tap: _by_slot(of, tokens) for tap, of in states.items()})
+        assign(self, "experts", None)
+        assign(self, "_read", read)
+        assign(self, "_tokens", tokens)
+        assign(self, "_copy", None)
+
+    @property
+    def logits(self) -> Tensor:
+        copy = self._copy
+        if copy is None:
+            copy = _by_slot(self._read().copy(), self._tokens)
+            object.__setattr__(self, "_copy", copy)
+        return copy
+
+    def argmax(self) -> Tensor:
+        best, shape = self._read().argmax(-1), self._tokens.shape
+        return torch.from_numpy(best.reshape(shape)) if len(best) == shape.numel() else super().argmax()
 
 
 def _by_slot(values: Values, tokens: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from specdemo.core.accept import Lossless
 from specdemo.core.protocol import Budget, Drafter, GenerationConfig
 from specdemo.core.sampling import Sampling
 from specdemo.core.trace import output_outcomes
@@ -325,3 +326,42 @@ def test_a_row_that_is_ahead_keeps_no_more_than_the_context_holds(k):
     config = GenerationConfig(12, budget=Budget(k, k))
     events = list(generate(target, Pair(answer), PROMPT.expand(2, -1), config))
     assert rows_of(events) == [answer[:12]] * 2
+
+
+def test_a_caller_keeps_gradients_and_threads_between_steps(target):
+    threads = torch.get_num_threads()
+    for _ in generate(target, load_drafter("none", target), PROMPT, GenerationConfig(4)):
+        assert torch.is_grad_enabled() and torch.get_num_threads() == threads
+
+
+class Recorder:
+    """The lossless rule, or a lossy one. It counts the drafts that it sees."""
+
+    note = ""
+
+    def __init__(self, exact):
+        self.exact, self.seen = exact, []
+
+    def __call__(self, draft, target, rng):
+        self.seen.append(draft.nodes)
+        return Lossless()(draft, target, rng)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_an_exact_rule_sees_drafts_only(exact, target):
+    """Without one the token is the argmax. The prefill is an empty draft."""
+    answer = plain(target, 12)
+    for drafter, drafts in ((load_drafter("none", target), [0] * 11), (Oracle(answer), [5, 4])):
+        rule = Recorder(exact)
+        config = GenerationConfig(12, budget=Budget(5, 5))
+        assert tokens(generate(target, drafter, PROMPT, config, accept=rule)) == answer
+        assert rule.seen == [0, *(n for n in drafts if n or not exact)]
+
+
+def test_notes_that_are_not_finite_are_one_line(target):
+    class Noted(Oracle):
+        def propose(self, budget):
+            return replace(super().propose(budget), notes={"depth": float("nan")})
+
+    with pytest.raises(ValueError, match="of the drafter are not finite"):
+        list(generate(target, Noted(plain(target)), PROMPT, GenerationConfig(4)))

@@ -99,6 +99,23 @@ def test_tree_logits_are_those_of_its_branches(target, reference, nodes):
     torch.testing.assert_close(logits[1, 0], expected[1, 0], rtol=1e-3, atol=1e-3)
 
 
+def test_logits_stay_if_they_are_read_before_the_next_pass(target, reference):
+    """They are in llama.cpp's memory until then."""
+    target.start(ids_of(reference, TEXTS[0]).repeat(2, 1))
+    passes = torch.tensor([[433, 5, 452], [12, 259, ABSENT]]), torch.tensor([[402, 12, 7], [5, 5, 12]])
+    outputs = [target.forward(passes[0], chain_parents(2, 2, CPU))]
+    kept = outputs[0].logits
+    outputs.append(target.forward(passes[1], chain_parents(2, 2, CPU)))
+    best = outputs[1].argmax()
+    outputs.append(target.forward(passes[0], chain_parents(2, 2, CPU)))
+    assert torch.equal(outputs[0].logits, kept) and torch.equal(outputs[2].logits, kept)
+    assert torch.equal(outputs[2].argmax(), kept.argmax(-1))
+    assert best.shape == (2, 3) and not torch.equal(best, kept.argmax(-1))
+    for read in (lambda: outputs[1].logits, outputs[1].argmax):
+        with pytest.raises(RuntimeError, match="another pass has replaced these logits"):
+            read()
+
+
 def test_committed_branch_is_continued(target, reference):
     prompt = ids_of(reference, TEXTS[0])
     parents = torch.tensor([[0, 0, 2, 3, 2]])
