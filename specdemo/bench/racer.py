@@ -256,9 +256,11 @@ class Racer:
         return Estimate(round(own / plain, 4)) if name and plain and own else None
 
     def environment(self) -> dict[str, object]:
-        """Return the facts about machine and model, and the seconds of every stage, 0 before it begins."""
+        """Return the facts about machine and model, and the seconds of every stage, 0.0 before it begins."""
         times = pairwise([*self._begun.items(), ("", time.monotonic())])
-        stages = dict.fromkeys(self.stages, 0.0) | {stage: round(end - begin, 1) for (stage, begin), (_, end) in times}
+        stages = dict.fromkeys(self.stages, 0.0) | {
+            stage: max(round(end - begin, 1), 0.1) for (stage, begin), (_, end) in times
+        }
         return environment(self._target) | {"stages": stages}
 
     @property

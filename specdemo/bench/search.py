@@ -65,10 +65,6 @@ class KindOfWork:
         """Return the runs of a candidate."""
         return [sample for sample in self.samples.get(name, {}).values() if sample.speed]
 
-    def races(self, names: Sequence[str]) -> int:
-        """Return the number of races in which one of the candidates ran."""
-        return len({n for name in names for n, sample in self.samples.get(name, {}).items() if sample.speed})
-
     def speed(self, name: str) -> Estimate | None:
         """Return the measured speed-up of a candidate; None if it did not run."""
         runs = self.runs(name)
@@ -188,7 +184,7 @@ class Search:
         those that ran in all kinds, if any did."""
         works = [work for work in self.works if work.samples]
         names = [name for name in self._names if works and all(work.value(name) for work in works)]
-        ranks = {name: (ran and all(work.runs(name) for work in works), self._mean(name)) for name in names}
+        ranks = {name: (ran and all(work.runs(name) for work in works), self.mean(name)) for name in names}
         return max(ranks, key=ranks.__getitem__, default="")
 
     def mixed(self, name: str) -> Estimate:
@@ -199,9 +195,10 @@ class Search:
             return speed
         if all(work.runs(name) for work in works):
             return over_kinds([run.speed for run in work.runs(name)] for work in works)
-        return Estimate(round(self._mean(name), 4))
+        return Estimate(round(self.mean(name), 4))
 
-    def _mean(self, name: str) -> float:
+    def mean(self, name: str) -> float:
+        """Return the geometric mean over the kinds of the speed-ups that are measured or predicted; 0 if unknown."""
         values = [value for work in self.works if (value := work.value(name))]
         return geometric_mean(values) if values else 0.0
 
@@ -289,7 +286,7 @@ class Search:
             return [*self.only[work.name]] if work.rounds < len(work.prompts) else []
         if work.decided:
             return []
-        values = {name: work.value(name) or self._mean(name) for name in self._names if name not in work.failed}
+        values = {name: work.value(name) or self.mean(name) for name in self._names if name not in work.failed}
         candidates = [*filter(values.__getitem__, values)]
         if not candidates:
             return [family[-1] for family in self.families.values() if family[-1] not in work.failed]

@@ -265,20 +265,21 @@ def _row(work: KindOfWork, name: str, lane: Lane, place: int) -> Row:
 
 
 def _bars(search: Search, racer: "Racer", best: str, running: bool) -> Iterator[Row]:
-    """Yield a row per drafter: the best of its candidates with the speed-up over all kinds, the fastest first, then
-    drafters that did not race, and plain decoding. best: the candidate that is the first."""
+    """Yield a row per drafter: the best of its candidates with the speed-up over all kinds, in the order of the search,
+    then drafters that did not race, and plain decoding. best: the candidate that is the first."""
     known, idle = list[tuple[str, Estimate, str]](), dict[str, str]()
     for drafter, family in search.families.items():
-        races, current = sum(work.races(family) for work in search.works), next(filter(racer.so_far, family), "")
-        ran = [name for name in family if any(work.runs(name) for work in search.works)]
-        name = max(ran, key=lambda name: (name == best, search.mixed(name).value), default=current)
+        ran = {name: races for name in family if (races := sum(len(work.runs(name)) for work in search.works))}
+        current = next(filter(racer.so_far, family), "")
+        name = max(ran, key=lambda name: (name == best, search.mean(name)), default=current)
         speed = search.mixed(name) if ran else racer.so_far(current)
         if speed is None:
             idle[drafter] = next((racer.notes[name] for name in family if name in racer.notes), "")
             continue
         out = search.serve is None and not any({*family} & {*work.racing} for work in search.works)
-        known.append((name, speed, "racing" if current else f"left out after {counted(races, 'race')}" if out else ""))
-    known.sort(key=lambda row: (row[0] == best, row[1].value), reverse=True)
+        state = "racing" if current else f"left out after {counted(ran[name], 'race')}" if out else ""
+        known.append((name, speed, state))
+    known.sort(key=lambda row: (row[0] == best, search.mean(row[0]) or row[1].value), reverse=True)
     for place, (name, speed, state) in enumerate(known, start=1 if best else 2):
         yield _bar(name, speed, place, state) | {"k": racer.lanes[name].k or None}
     for drafter, why in (idle | racer.left_out).items():

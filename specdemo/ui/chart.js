@@ -173,10 +173,11 @@ function curves(picture, { width, height, direct }, options) {
     if (baseline) picture.append(svg("text", { x: margin.left + inner - 4, y: up + 14, "text-anchor": "end" }, baseline));
   }
   lines.forEach((line) => drawLine(picture, line, at, whole));
-  dots.forEach(({ x, y, name }, i) => {
+  const highest = Math.max(...dots.map(({ y }) => y));
+  dots.forEach(({ x, y, name }) => {
     const [across, up] = at([x, y]);
     picture.append(svg("circle", { cx: across, cy: up, r: 5.5, class: "sd-dot" }));
-    picture.append(svg("text", { x: Math.min(across + 9, width - 8 * name.length - 4), y: i ? up + 20 : Math.max(up - 8, 12), class: "sd-count" }, name));
+    picture.append(svg("text", { x: Math.min(across + 9, width - 8 * name.length - 4), y: y < highest ? up + 20 : Math.max(up - 8, 12), class: "sd-count" }, name));
   });
   labelLines(picture, labels, at, height - margin.bottom);
   return lines.flatMap((line, number) => spotsOf(line, number, at, options));

@@ -142,15 +142,17 @@ def _lane_names(ids: Iterable[str]) -> dict[str, str]:
 
 
 def every_few_percent(report: Callable[..., None]) -> Report:
-    """Return a callback that passes on the progress, and a result so far each time that another PARTIAL is done, or
-    that loading the models has added to it."""
-    due, last = 0.0, None
+    """Return a callback that passes on the progress, and a result so far each time that another PARTIAL is done,
+    something else begins, or loading the models has added to it."""
+    due, last, doing = 0.0, None, ""
 
     def watched(share: float, what: str, so_far: SoFar | None = None, /) -> None:
-        nonlocal due, last
-        now = so_far() if so_far and (share >= due or not share) else None
+        nonlocal due, last, doing
+        before, doing = doing, what.partition(",")[0]
+        now = so_far() if so_far and (share >= due or not share or doing != before) else None
         due = share + PARTIAL if now else due
-        seen = now and (now.rows, now.remarks, now.repeats)  # the page counts the seconds of a stage
+        stages = now and sum(map(bool, now.environment.get("stages", {}).values()))  # the page counts their seconds
+        seen = now and (now.rows, now.remarks, now.repeats, stages)
         shown, last = (now if seen != last else None), seen or last
         report(share, what, shown)
 
@@ -254,8 +256,14 @@ def restore(request: gr.Request, _: Values) -> Values:
     return {**sweep.model_dump(), "view": notes}
 
 
-def draw(page: gr.Blocks, tab: gr.Tab, store: Store) -> None:
-    """Create the tab, inside the current Blocks."""
+def of_race(request: gr.Request, values: Values) -> Values:
+    """Return the preset of the race, unless a link names another."""
+    return {} if is_sweep(request.query_params) else values
+
+
+def draw(page: gr.Blocks, race: gr.State, tab: gr.Tab, store: Store) -> None:
+    """Create the tab, inside the current Blocks. race: id of the preset of the race, which is swept unless the visitor
+    chooses another."""
     start, most = Sweep(), limits.here()
     gr.Markdown(assets.text("sweep.md"), elem_id="sweep-about")
     chips: Values = {"label": "What to sweep", "elem_id": "suite", "elem_classes": "chips", "container": False}
@@ -272,6 +280,7 @@ def draw(page: gr.Blocks, tab: gr.Tab, store: Store) -> None:
     with exports:
         shared = gr.Button("Share", size="sm", elem_id="sweep-share")
     link = gr.Textbox(label="Link to this sweep", visible=False, buttons=["copy"], elem_id="sweep-link")
+    named(tab.select, of_race, {"preset": race}, {"preset": inputs["preset"]}, **QUIET)
     for shown in (tab.select, chosen.change):
         named(shown, sweeps.recorded, {"sweep": chosen}, parts, **QUIET)
     chosen.change(lambda suite: swept()[suite].question, chosen, question, **QUIET)

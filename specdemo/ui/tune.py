@@ -64,7 +64,7 @@ def draw(form: Controls, tab: gr.Tab, of_race: gr.Button, store: Store) -> None:
     it with the model and the prompt of the race."""
     at_hand = limits.at_hand() if limits.public() else load_presets().values()
     models = [name for name in targets() if any(one.target == name for one in at_hand)]
-    choices, most = [(name.label, name) for name in models], _most_minutes()
+    choices, most = [(name.short_name, name) for name in models], _most_minutes()
     kinds = [("prompt of the race", YOURS), *((kind, kind) for kind in work_prompts())]
     work = look("Measure on; all kinds of work if empty", "tune-work", 4, 260)
     with gr.Row(elem_id="tune-controls") as row:

@@ -610,6 +610,22 @@ def test_a_candidate_that_fell_behind_is_left_out_after_its_races():
     assert states == {"a": "", "b": "", "c": out, "d": out, "plain decoding": "11.1 tokens/s"}
 
 
+def test_bars_have_the_order_of_the_search_also_where_one_ran_on_an_easy_prompt_only():
+    easy = {"a": Sample(2.0, NUMBERS, predicted=2.0), "b": Sample(2.5, NUMBERS, predicted=2.5)}
+    hard = {"a": Sample(1.5, NUMBERS, predicted=1.5), "b": Sample(0.0, predicted=0.8)}
+    search = Search({"own": PROMPTS}, {"A": ["a"], "B": ["b"]}, scripted(easy, *[hard] * 3), 9.0)
+    search.run()
+    lanes = {name: Lane(method="ngram", name=name) for name in "ab"}
+    racer = SimpleNamespace(lanes=lanes, notes={}, left_out={}, rates={}, so_far={}.get)
+    first, second, _ = _bars(search, racer, search.leader(), False)
+    assert (first["lane"], second["lane"], first["place"], second["place"]) == ("a", "b", 1, 2)
+    assert second["speed-up"].value == 2.5 > first["speed-up"].value
+    # of a single prompt, runs alone count
+    search = Search({"own": ["only"]}, {"A": ["a"], "B": ["b"]}, scripted(easy, *[hard] * 3), 9.0)
+    search.run()
+    assert search.leader() == "b"
+
+
 def prompts_of(folder, count):
     path = folder / "own.txt"
     path.write_text("".join(f"prompt {n}\n" for n in range(count)))

@@ -129,3 +129,12 @@ test("an axis that does not begin at 0 has a round number below all values at it
   assert.ok(last - first > 60, "the curve uses the height");
   assert.ok(drawn({ lines, zoom: true }).some(({ textContent }) => textContent === "9"));
 });
+
+test("names of dots at one place are on both sides of them, whichever is higher", () => {
+  const dots = [{ x: 4, y: 0.94, name: "predicted" }, { x: 4, y: 1.21, name: "measured" }];
+  for (const order of [dots, [...dots].reverse()]) {
+    const parts = drawn({ dots: order });
+    const [low, high] = dots.map(({ name }) => parts.find(({ textContent }) => textContent === name).attributes.y);
+    assert.ok(low > high + 28, "more than a line apart");
+  }
+});

@@ -24,7 +24,7 @@ from specdemo.ui.lab import Lab, Training, train
 from specdemo.ui.lab import begin as begin_test
 from specdemo.ui.race import Visits
 from specdemo.ui.setup import to_values
-from specdemo.ui.sweep import Sweeps, begin, restore, result_line
+from specdemo.ui.sweep import Sweeps, begin, of_race, restore, result_line
 from specdemo.ui.tune import begin as begin_tune
 from specdemo.ui.tune import begin_of_race
 from specdemo.ui.views import Loading, view
@@ -105,6 +105,23 @@ def test_too_frequent_progress_is_dropped(bench):
     running = begin(VALUES, None)
     running.add(Loading(0.001 * i, "repeat 1 of 1") for i in range(1000))
     assert running.text.count('"loading"') == 100
+
+
+def test_the_preset_of_the_race_is_swept_unless_a_link_names_another():
+    assert of_race(visit("preset=code-edit"), {"preset": "code-edit"}) == {"preset": "code-edit"}
+    assert of_race(visit("sweep=k&preset=embedded-ngram"), {"preset": "code-edit"}) == {}
+
+
+def test_a_result_so_far_is_shown_as_soon_as_another_stage_begins():
+    shown = []
+    report = sweep.every_few_percent(lambda share, what, so_far: shown.append(so_far and so_far.environment["stages"]))
+    stages = {"loading the model": 2.0, "measuring passes": 0.0}
+    result = replace(tuned(), environment={"stages": stages})
+    report(0.0, "reading a, 1 %", lambda: result)
+    report(0.0, "reading a, 2 %", lambda: replace(result, environment={"stages": stages | {"loading the model": 3.0}}))
+    report(0.01, "measuring passes", lambda: replace(result, environment={"stages": dict.fromkeys(stages, 4.0)}))
+    report(0.02, "measuring passes", lambda: None)
+    assert shown == [stages, None, dict.fromkeys(stages, 4.0), None]
 
 
 def test_the_points_measured_so_far_are_shown_every_few_percent(bench):
