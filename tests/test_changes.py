@@ -64,8 +64,7 @@ def check_setting():
     assert refused(lambda: base.with_changes(patience=9)) == "patience must be 8 or less, not 9"
     assert setup.changed("embedded-ngram", {"top_a": 0.25, "patience": 7}, False) == other
     assert setup.from_values(setup.to_values(other)) == other
-    summary = setup.summary(setup.to_values(other))
-    assert summary == "stories + Prompt lookup · k 8 · greedy · top-a 0.25 · 96 tokens"
+    assert setup.chips(setup.to_values(other))[-1][1] == "greedy · top-a 0.25 · 96 tokens"
     with gr.Blocks():
         drawn = controls.draw(other, False).parts
     sliders = {name: drawn[name] for name in ("top_a", "patience-1", "patience-2")}

@@ -238,16 +238,22 @@ def draw(start: Preset, allow_any_model: bool) -> Controls:
     shown = component_props(start)
     menus = (f"{name}-{n}" for name in LAST for n in NUMBERS)
     parts: Parts = {name: gr.State(**shown[name]) for name in ("preset", "count", "last-target", *menus)}
-    size: Values = {"lines": 2, "max_lines": 4, "max_length": limits.here().prompt, "show_label": False}
+    scripts, most = ("helpers.js", "address.js", "setup.js"), limits.here()
+    row: Values = {"value": setup.row_data(to_values(start)), "examples": setup.menus()[0], "lanes": most.lanes - 1}
+    with gr.Row(elem_id="setup-row"):
+        parts["setup"] = assets.view("setup.html", *scripts, elem_id="setup", **row)
+        parts["run"] = gr.Button("Run", variant="primary", elem_id="run", min_width=70)
+        # in the place of Run while it can be pressed (style.css)
+        parts["stop"] = gr.Button("Stop", variant="stop", interactive=False, elem_id="stop", min_width=70)
+    size: Values = {"lines": 2, "max_lines": 4, "max_length": most.prompt, "show_label": False}
     with gr.Row(elem_id="prompt-row"):
         parts["prompt"] = gr.Textbox(**shown["prompt"], **size, label="Prompt", elem_id="prompt")
-        parts["run"] = gr.Button("Run", variant="primary", elem_id="run", min_width=70)
-        parts["stop"] = gr.Button("Stop", interactive=False, elem_id="stop", min_width=70)
-    with gr.Row(**shown["tasks"], elem_id="tasks") as parts["tasks"]:
-        parts |= {f"task-{name}": gr.Button(name, size="sm", elem_classes="task") for name in TASKS}
-    value = setup.row_data(to_values(start), setup.summary(to_values(start)))
-    scripts = ("helpers.js", "address.js", "setup.js")
-    parts["setup"] = assets.view("setup.html", *scripts, elem_id="setup", value=value, examples=setup.menus()[0])
+        with gr.Row(visible=False, elem_id="follow-row") as parts["follow"]:
+            hint: Values = {"placeholder": "Next message to all lanes", "max_length": most.prompt, "show_label": False}
+            parts["message"] = gr.Textbox(**hint, **look("Next message", "message", 5))
+            parts["continue"] = gr.Button("Continue this chat", elem_id="continue", min_width=150)
+        with gr.Row(**shown["tasks"], elem_id="tasks") as parts["tasks"]:
+            parts |= {f"task-{name}": gr.Button(name, size="sm", elem_classes="task") for name in TASKS}
     with gr.Column(elem_id="drawer"):
         parts["about"] = gr.HTML(**shown["about"], elem_id="about")
         with gr.Row(elem_id="basics"):

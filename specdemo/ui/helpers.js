@@ -1,6 +1,7 @@
 // Helpers of all views: DOM nodes, number formats, the log reader. Model text enters the page only through textContent.
 
 const SVG = "http://www.w3.org/2000/svg";
+const CODE = /^\s*(async def|def|class|import|from \S+ import|function|#include)\b.*[\w:{(]/m; // a prompt that keeps its lines and indentation
 const GLYPHS = { "\n": "⏎", "\r": "␍", "\t": "⇥" };
 
 /** @returns {any} an element of the view */

@@ -1,8 +1,5 @@
 // The lanes: a card with the text of each, coloured by the outcome of its tokens.
 
-// A prompt that is code keeps its lines and indentation.
-const CODE = /^\s*(async def|def|class|import|from \S+ import|function|#include)\b.*[\w:{(]/m;
-
 function laneNumber({ index }) {
   const words = { role: "img", ariaLabel: index ? `lane ${index}` : "baseline" };
   return withData(Object.assign(make("span", "sd-lane-number", String(index)), words), { series: index });

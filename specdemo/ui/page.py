@@ -34,7 +34,7 @@ from specdemo.presets.files import DEFAULT, Preset, preset
 from specdemo.presets.pair import TASKS
 from specdemo.presets.recorded import recorded
 from specdemo.ui import assets, controls, lab, security, space, sweep, tune, whatif
-from specdemo.ui.controls import Controls, look, wire_save, wire_share
+from specdemo.ui.controls import Controls, wire_save, wire_share
 from specdemo.ui.job import ENGINE, QUIET, UPLOADED, Start, Store, named, stop_all, wire
 from specdemo.ui.race import Log, Visits, replayed
 from specdemo.ui.setup import changed
@@ -94,10 +94,6 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
 def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: bool) -> Controls:
     form = controls.draw(first, allow_any_model)
     view = assets.view("view.html", *assets.RACE, elem_id="view", lanes=len(first.lanes))
-    with view, gr.Row(visible=False, elem_id="follow-row") as row:
-        most, hint = limits.here().prompt, "Next message to all lanes"
-        message = gr.Textbox(max_length=most, placeholder=hint, **look("Next message", "message", 5))
-        again = gr.Button("Continue", variant="primary", elem_id="continue", min_width=180)
     with gr.Row(elem_id="exports"):
         share = gr.Button("Share", size="sm", elem_id="share")
         wire_save(gr.Button("Save trace", size="sm", elem_id="save-json"), visits.save)
@@ -105,7 +101,8 @@ def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: b
     link = gr.Textbox(label="Link to this comparison", visible=False, buttons=["copy"], elem_id="link")
     repeat = gr.Button("Repeat", elem_id="repeat")  # clicked by the badge of a noisy run, in tiles.js
     form.wire(page)
-    run, chosen, inputs = form.parts["run"], form.parts["setup"].submit, {"message": message}
+    run, again, row, message = (form.parts[name] for name in ("run", "continue", "follow", "message"))
+    chosen, inputs = form.parts["setup"].submit, {"message": message}
     starts: list[Start] = [
         ([run.click], visits.race, form.inputs),
         ([again.click, message.submit], visits.next_turn, inputs),

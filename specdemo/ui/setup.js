@@ -1,4 +1,4 @@
-// The row with the setup: the menu of examples, a summary of all settings, and the button that opens their controls. Its value
+// The row with the setup: the menu of examples, a chip for each choice, which opens its control, and the button that opens all controls. Its value
 // (setup.py, `row_data`) includes a key of all settings; race.js compares it with that of the visible result. Run is off while
 // there is an obstacle. Gradio sets `disabled` itself at the start and the end of a run, so this uses `inert`.
 
@@ -12,7 +12,8 @@ function read() {
   const before = current;
   current = JSON.parse(props.value);
   showSelection();
-  $(".sd-summary").textContent = $(".sd-summary").title = current.summary;
+  showChips();
+  showPrompt();
   element.dataset.key = current.key;
   showObstacle();
   if (before?.query && current.query && current.query !== before.query && window.specdemoLinked !== false) setQuery(current.query, "replaceState");
@@ -21,6 +22,42 @@ function read() {
   if (runInstead !== current.preset || current.custom) return;
   runInstead = "";
   document.getElementById("run").click();
+}
+
+function showChips() {
+  const chip = ([id, words]) => Object.assign(clickable("sd-chip", words, () => openControl(id)), { title: document.querySelector(`#${id} [data-testid=block-info]`)?.textContent.trim() ?? "" });
+  const lane = ([id]) => id.split("-")[1] ?? "";
+  $(".sd-chips").replaceChildren(...current.chips.map((one) => withData(chip(one), { lane: lane(one) })));
+  const last = Math.max(...current.chips.map(lane).map(Number));
+  $(".sd-add").hidden = last >= props.lanes;
+  if (!added || added > last) return;
+  added = 0;
+  openControl(`method-${last}`);
+}
+
+let added = 0; // the lane that was added, until its controls are shown
+
+function openControl(id) {
+  showDrawer(true);
+  const control = document.getElementById(id);
+  if (!control.checkVisibility()) document.getElementById("advanced-toggle").click();
+  control.querySelector("input").focus();
+}
+
+function addLane() {
+  added = Math.max(...current.chips.map(([id]) => Number(id.split("-")[1] ?? 0))) + 1;
+  document.getElementById("add-lane").click();
+}
+
+// Marks a prompt that is code, and says how many lines are hidden until the box has the focus.
+function showPrompt() {
+  const box = document.getElementById("prompt");
+  const text = box?.querySelector("textarea");
+  if (!text) return;
+  const lines = text.value.split("\n").length;
+  box.classList.toggle("sd-code", CODE.test(text.value));
+  box.dataset.more = lines > 1 ? `+${lines - 1} lines` : "";
+  if (document.activeElement !== text) text.scrollTop = 0;
 }
 
 // Selects the example. Another preset, and changed settings, have an entry of their own, so that choosing the example restores it.
@@ -119,12 +156,16 @@ function onBack() {
   if (settings !== shown) openSettings((shown = settings));
 }
 
-edit.addEventListener("click", () => {
-  const opened = document.getElementById("drawer").classList.toggle("open");
+function showDrawer(opened) {
+  document.getElementById("drawer").classList.toggle("open", opened);
   edit.setAttribute("aria-expanded", String(opened));
   edit.textContent = opened ? "Close" : "Settings";
   if (opened) document.dispatchEvent(new CustomEvent("specdemo:edit"));
-});
+}
+
+edit.addEventListener("click", () => showDrawer(edit.ariaExpanded !== "true"));
+$(".sd-add").addEventListener("click", addLane);
+document.addEventListener("focusout", (/** @type {any} */ { target }) => target.closest?.("#prompt") && showPrompt());
 menu.addEventListener("change", () => menu.value && choose(menu.value));
 $(".sd-instead").addEventListener("click", () => race(current.instead[0]));
 document.addEventListener("specdemo:race", (/** @type {CustomEvent} */ { detail }) => race(detail));

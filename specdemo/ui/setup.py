@@ -143,10 +143,9 @@ def key(values: Values) -> str:
 
 def show_setup(_: gr.Request | None, values: Values, allow_any_model: bool = True) -> Values:
     """Return the row of the setup and the description of the settings."""
-    line = summary(values)
     obstacle = _lane_obstacle(values, allow_any_model)
-    about = " ".join(filter(None, (described(values, line), _gpu_time(values))))
-    return {"setup": row_data(values, line, _query(values), obstacle), "about": about}
+    about = " ".join(filter(None, (described(values), _gpu_time(values))))
+    return {"setup": row_data(values, _query(values), obstacle), "about": about}
 
 
 def _gpu_time(values: Values) -> str:
@@ -156,8 +155,8 @@ def _gpu_time(values: Values) -> str:
     return ""
 
 
-def row_data(values: Values, summary: str, query: str | None = None, of_lane: str = "") -> str:
-    """Return the data of setup.js: the preset, whether its settings were changed, a summary, the key of all settings,
+def row_data(values: Values, query: str | None = None, of_lane: str = "") -> str:
+    """Return the data of setup.js: the preset, whether its settings were changed, its chips, the key of all settings,
     the reason why they cannot run with the most similar preset that can, and the query of a link.
 
     of_lane: reason why a lane cannot run.
@@ -167,7 +166,7 @@ def row_data(values: Values, summary: str, query: str | None = None, of_lane: st
     instead = nearest_runnable(chosen) if here else None
     obstacle = f"This machine cannot run it: {here}." if here else of_lane
     data = {"preset": chosen.id, "title": chosen.chip or chosen.title, "custom": _is_custom(values)}
-    data |= {"summary": summary, "key": key(values), "query": query}
+    data |= {"chips": chips(values), "key": key(values), "query": query}
     return json_text(data | {"obstacle": obstacle, "instead": instead and [instead.id, instead.chip or instead.title]})
 
 
@@ -190,16 +189,18 @@ def _lane_obstacle(values: Values, allow_any_model: bool) -> str:
     return ""
 
 
-def summary(values: Values) -> str:
-    """Return the settings in one line: target, lanes, draft lengths, sampling."""
-    shown = NUMBERS[: values["count"]]
-    drafters = [(str(values[f"method-{n}"]), ModelRef(values[f"model-{n}"] or "").size) for n in shown]
-    lanes = [f"{size} draft" if size and name == DRAFTING[0] else facts_of(name).title for name, size in drafters]
-    target = ModelRef(values["target"]).short_name
-    lengths = ", ".join(dict.fromkeys(str(values[f"k-{n}"] or AUTO) for n in shown))
+def chips(values: Values) -> list[tuple[str, str]]:
+    """Return the settings as pairs of a control's id and words: the target, each lane's drafter and draft length, and
+    the prompt's format and sampling together.
+    """
+    found = [("target", ModelRef(values["target"]).short_name)]
+    for n in NUMBERS[: values["count"]]:
+        name, size = str(values[f"method-{n}"]), ModelRef(values[f"model-{n}"] or "").size
+        drafter = f"{size} draft" if size and name == DRAFTING[0] else facts_of(name).title
+        found += [(f"method-{n}", drafter), (f"k-{n}", f"k {values[f'k-{n}'] or AUTO}")]
     chat = "chat template" if values["chat"] == CHAT else ""
     sampling = [settings(Comparison)[name].summary(values[name]) for name in SAMPLING]
-    return " · ".join(filter(None, (f"{target} + {', '.join(lanes)}", f"k {lengths}", chat, *sampling)))
+    return [*found, ("max_new_tokens", " · ".join(filter(None, (chat, *sampling))))]
 
 
 def _query(values: Values) -> str | None:
@@ -226,7 +227,8 @@ def about(chosen: Preset) -> str:
     return f"<b>{escape(chosen.title)}.</b> {escape(' '.join(words))}"
 
 
-def described(values: Values, line: str) -> str:
+def described(values: Values) -> str:
     """Return the description of the preset, or a description of the settings if they differ from the preset's."""
     chosen = preset(values["preset"])
+    line = " · ".join(words for _, words in chips(values))
     return f"<b>Custom (from {escape(chosen.title)}).</b> {escape(line)}" if _is_custom(values) else about(chosen)

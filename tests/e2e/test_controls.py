@@ -50,7 +50,7 @@ def test_a_hostile_link_is_refused_with_notes_and_every_setting_reaches_the_link
     set_number(page, "option-max_n-1", 5)
     expect_example(page, "Custom (from Prompt lookup)")
     expect(page.locator("#about")).to_have_text(
-        "Custom (from Prompt lookup where text repeats). stories + Prompt lookup · k 8 · greedy · 96 tokens"
+        "Custom (from Prompt lookup where text repeats). stories · Prompt lookup · k 8 · greedy · 96 tokens"
     )
     for _ in range(2):
         page.locator("#add-lane").click()
@@ -64,8 +64,8 @@ def test_a_hostile_link_is_refused_with_notes_and_every_setting_reaches_the_link
     set_number(page, "temperature", 0.7)
     set_number(page, "seed", 11)
     set_number(page, "max_new_tokens", 40)
-    line = "stories + Prompt lookup, 1.3M draft · k 7, 9 · temperature 0.7 · seed 11 · 40 tokens"
-    expect(page.locator(".sd-summary")).to_have_text(line)
+    lanes = ["stories", "Prompt lookup", "k 7", "1.3M draft", "k 9"]
+    expect(page.locator(".sd-chips button")).to_have_text([*lanes, "temperature 0.7 · seed 11 · 40 tokens"])
     page.locator("#prompt textarea").fill("A <b> & ${x} {{y}} 日本 👩‍👧\n\ttab")
     page.locator("#share").click()
     link = page.locator("#link textarea, #link input")

@@ -30,7 +30,7 @@ def test_tab_preset_edits_and_prompt_survive_back_and_reload(visit_gated):
     wait_for_text(page, "^Recorded")
     start = page.url
     choose_example(page, "Prompt lookup")
-    expect(page.locator(".sd-summary")).to_have_text("stories + Prompt lookup · k 8 · greedy · 96 tokens")
+    expect(page.locator(".sd-chips button")).to_have_text(["stories", "Prompt lookup", "k 8", "greedy · 96 tokens"])
     expect(page).to_have_url(start + "?preset=embedded-ngram")
     edit(page)
     prompt(page).fill(ARABIC)
@@ -45,7 +45,7 @@ def test_tab_preset_edits_and_prompt_survive_back_and_reload(visit_gated):
     page.go_back()
     expect(tab(page)).to_have_text("Race")
     expect_example(page, "Custom (from Prompt lookup)")
-    expect(page.locator(".sd-summary")).to_have_text("stories + Prompt lookup · k 5 · greedy · 96 tokens")
+    expect(page.locator(".sd-chips button")).to_have_text(["stories", "Prompt lookup", "k 5", "greedy · 96 tokens"])
     edit(page)
     expect(prompt(page)).to_have_value(ARABIC)
     expect(prompt(page)).to_have_css("direction", "rtl")
@@ -54,12 +54,12 @@ def test_tab_preset_edits_and_prompt_survive_back_and_reload(visit_gated):
 
     page.go_back()
     expect_example(page, "Draft model")
-    expect(page.locator(".sd-summary")).to_have_text("stories + 1.3M draft · k 4 · greedy · 160 tokens")
+    expect(page.locator(".sd-chips button")).to_have_text(["stories", "1.3M draft", "k 4", "greedy · 160 tokens"])
     page.go_forward()
     expect(prompt(page)).to_have_value(ARABIC)
     choose_example(page, "Prompt lookup")  # restores the changed example
     expect_example(page, "Prompt lookup")
-    expect(page.locator(".sd-summary")).to_have_text("stories + Prompt lookup · k 8 · greedy · 96 tokens")
+    expect(page.locator(".sd-chips button")).to_have_text(["stories", "Prompt lookup", "k 8", "greedy · 96 tokens"])
 
 
 class Connection:

@@ -43,31 +43,32 @@ def test_browser_integers_may_arrive_as_floats(values):
 def test_a_preset_is_described_until_its_setup_is_changed(name):
     chosen = preset(name)
     values = to_values(chosen)
-    assert setup.described(values, "").startswith(f"<b>{escape(chosen.title)}.</b> {escape(chosen.description)}")
-    assert not json.loads(setup.row_data(values, ""))["custom"]
-    for change in ({"target": "someone/else"}, {"k-1": 19}, {"temperature": 1.7}, {"prompt": "Hi"}):
+    assert setup.described(values).startswith(f"<b>{escape(chosen.title)}.</b> {escape(chosen.description)}")
+    assert not json.loads(setup.row_data(values))["custom"]
+    for change in ({"target": "someone/<i>"}, {"k-1": 19}, {"temperature": 1.7}, {"prompt": "Hi"}):
         changed = values | change
-        assert setup.described(changed, "a < b") == f"<b>Custom (from {escape(chosen.title)}).</b> a &lt; b"
-        assert json.loads(setup.row_data(changed, ""))["custom"]
+        line = escape(" · ".join(words for _, words in setup.chips(changed)))
+        assert setup.described(changed) == f"<b>Custom (from {escape(chosen.title)}).</b> {line}"
+        assert json.loads(setup.row_data(changed))["custom"]
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "line"),
     [
-        ("embedded-draft", {}, "stories + 1.3M draft · k 4 · greedy · 160 tokens"),
+        ("embedded-draft", {}, "stories · 1.3M draft · k 4 · greedy · 160 tokens"),
         (
             "embedded-draft",
             {"k-1": 7, "temperature": 0.8, "top_p": 0.9, "max_new_tokens": 1, "schedule": "sequential"},
-            "stories + 1.3M draft · k 7 · temperature 0.8 · top-p 0.9 · 1 token · sequential",
+            "stories · 1.3M draft · k 7 · temperature 0.8 · top-p 0.9 · 1 token · sequential",
         ),
-        ("embedded-code", {}, "code + 2.6M draft, EAGLE, Prompt lookup · k 8, 3, 6 · greedy · 120 tokens"),
-        ("embedded-ngram", {}, "stories + Prompt lookup · k 8 · greedy · 96 tokens"),
-        ("qwen3-8b", {}, "Qwen3 8B + 0.6B draft, Prompt lookup · k 4, 6 · chat template · greedy · 256 tokens"),
+        ("embedded-code", {}, "code · 2.6M draft · k 8 · EAGLE · k 3 · Prompt lookup · k 6 · greedy · 120 tokens"),
+        ("embedded-ngram", {}, "stories · Prompt lookup · k 8 · greedy · 96 tokens"),
+        ("qwen3-8b", {}, "Qwen3 8B · 0.6B draft · k 4 · Prompt lookup · k 6 · chat template · greedy · 256 tokens"),
     ],
 )
-def test_settings_are_summarised_in_one_line(name, changes, line):
+def test_settings_are_named_in_chips(name, changes, line):
     row = setup.show_setup(None, to_values(preset(name)) | changes)["setup"]
-    assert json.loads(row)["summary"] == line
+    assert " · ".join(words for _, words in json.loads(row)["chips"]) == line
 
 
 def test_the_address_follows_valid_settings(values):
