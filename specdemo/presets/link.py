@@ -6,6 +6,7 @@ are not. A lane's server counts only if the operator of the page that opens the 
 """
 
 import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
@@ -80,6 +81,27 @@ def to_query(preset: Preset, base: Preset) -> str:
                 "shorten it or export the trace"
             )
     return urlencode({"preset": base.id} | texts)
+
+
+def to_command(preset: Preset, base: Preset) -> str:
+    """Return the command that races a comparison: `python -m specdemo run embedded-draft --k 7`.
+
+    Where lanes differ from those of `base` in what options of the command cannot say, it opens the page with `base`.
+    """
+    if base.id == OWN:
+        drafter = preset.lanes[0].model
+        words = ["app.py", "--target", preset.target, *(["--draft", drafter] if drafter else [])]
+        return f"python {shlex.join(words)}"
+    lanes = [_lane_difference(*pair) for pair in zip(preset.lanes, base.lanes, strict=False)]
+    changed = _difference(*(one.model_dump(include={*linked(Comparison)}) for one in (preset, base)))
+    same = len(preset.lanes) == len(base.lanes) and all(lane == lanes[0] for lane in lanes)
+    if not same or any("." in name or (name != "k" and len(lanes) > 1) for name in lanes[0]):
+        return f"python {shlex.join(['app.py', '--preset', base.id])}"
+    words = ["run", base.id]
+    for name, value in (changed | lanes[0]).items():
+        flag = f"--{name.replace('_', '-')}"
+        words += [flag if value else f"--no-{flag[2:]}"] if isinstance(value, bool) else [flag, _text(value)]
+    return f"python -m specdemo {shlex.join(words)}"
 
 
 def from_query(

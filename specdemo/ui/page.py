@@ -12,6 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import aclosing, closing, suppress
 from functools import partial
+from typing import Any
 from urllib.parse import urlsplit
 
 from specdemo.core.deployment import public, zero_gpu
@@ -94,11 +95,16 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
 def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: bool) -> Controls:
     form = controls.draw(first, allow_any_model)
     view = assets.view("view.html", *assets.RACE, elem_id="view", lanes=len(first.lanes))
-    with gr.Row(elem_id="exports"):
-        share = gr.Button("Share", size="sm", elem_id="share")
-        wire_save(gr.Button("Save trace", size="sm", elem_id="save-json"), visits.save)
-        opened = gr.UploadButton("Open a trace", file_types=[".json"], size="sm", elem_id="open-trace")
-    link = gr.Textbox(label="Link to this comparison", visible=False, buttons=["copy"], elem_id="link")
+    with view:
+        with gr.Row(elem_id="exports"):
+            share = gr.Button("Share", size="sm", elem_id="share", elem_classes="unfolding")
+            opened = gr.UploadButton("Open a trace", file_types=[".json"], size="sm", elem_id="open-trace")
+        with gr.Row(elem_id="share-panel"):  # view.html has the buttons of the pictures behind it
+            where = None if os.environ.get("SPACE_ID") else "Opens it in the specdemo of who follows it"
+            copied: dict[str, Any] = {"buttons": ["copy"], "interactive": False}
+            link = gr.Textbox(label="Link to this comparison", visible=False, info=where, elem_id="link", **copied)
+            command = gr.Textbox(label="Command", info="Races it in a terminal", elem_id="command", **copied)
+            wire_save(gr.Button("Save trace", size="sm", elem_id="save-json"), visits.save)
     repeat = gr.Button("Repeat", elem_id="repeat")  # clicked by the badge of a noisy run, in tiles.js
     form.wire(page)
     run, again, row, message = (form.parts[name] for name in ("run", "continue", "follow", "message"))
@@ -108,14 +114,16 @@ def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: b
         ([again.click, message.submit], visits.next_turn, inputs),
         ([repeat.click], visits.repeat, {}),
     ]
-    script = assets.text("wait_for_link.js")
+    script, fold = assets.text("wait_for_link.js"), assets.text("share_panel.js")
     for racing in wire(visits, starts, {"view": view}, form.parts["stop"], [run, opened, again, repeat], script):
         named(racing.success, visits.offer, inputs, {"row": row, **inputs}, **QUIET)
     wire_share(share, visits.share, form.inputs, link)
+    named(share.click, visits.command, form.inputs, {"command": command}, **QUIET)
+    share.click(None, None, None, js=fold.replace("FOLD", "toggle"), **QUIET)
     # those of a visitor: values that an event sets arrive later, maybe after Share was pressed
     edits = [part.input for part in form.inputs.values() if not isinstance(part, gr.State)]
     edits += [form.parts[name].click for name in ("add", "remove", *(f"task-{task}" for task in TASKS))]
-    gr.on([*edits, chosen], lambda: gr.update(visible=False), None, link, trigger_mode="once", **QUIET)
+    gr.on([*edits, chosen], None, None, None, js=fold.replace("FOLD", "remove"), **QUIET)
     named(opened.upload, visits.open, {"file": opened}, {"view": view}, **UPLOADED)
     _show_what_is_chosen(page, visits, form, view)
     return form

@@ -18,7 +18,7 @@ from specdemo.models.gguf_files import missing_bytes
 from specdemo.models.sources import size_text
 from specdemo.presets import limits
 from specdemo.presets.files import DEFAULT, Preset, load_presets, preset
-from specdemo.presets.link import from_query, is_link, is_sweep, to_query, without_folders
+from specdemo.presets.link import from_query, is_link, is_sweep, to_command, to_query, without_folders
 from specdemo.presets.recorded import recorded
 from specdemo.presets.runnable import nearest_runnable, why_not
 from specdemo.ui import space
@@ -266,6 +266,13 @@ class Visits(Jobs[Log]):
         """Return the link that opens the comparison again. Raises ValueError with one line."""
         chosen = session().with_chosen_lengths(from_values(values, self._any))
         return address(to_query(chosen, preset(chosen.id)))
+
+    def command(self, _: gr.Request, values: Values) -> Values:
+        """Return the command that races the comparison; empty for settings that are not valid, as the link says."""
+        with contextlib.suppress(ValueError):
+            chosen = from_values(values, self._any)
+            return {"command": to_command(chosen, preset(chosen.id))}
+        return {"command": ""}
 
     def open_link(self, request: gr.Request, values: Values) -> Values:
         """Return the controls and a log for the page's address, without one the recorded race of the page's preset.

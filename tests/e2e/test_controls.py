@@ -71,6 +71,7 @@ def test_a_hostile_link_is_refused_with_notes_and_every_setting_reaches_the_link
     link = page.locator("#link textarea, #link input")
     expect(link).to_have_value(re.compile(r"^http://127.+\?preset=embedded-ngram&.*corpus=one%0Atwo.*max_n=5"))
     expect(page).to_have_url(link.input_value())
+    expect(page.locator("#command textarea, #command input")).to_have_value("python app.py --preset embedded-ngram")
 
 
 def test_a_preset_that_cannot_run_here_has_a_replacement_and_run_can_be_pressed_again_after_a_failed_event(

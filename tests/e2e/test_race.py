@@ -50,6 +50,8 @@ def visible(text):
 
 
 def save(page):
+    if not page.locator("#save-json").is_visible():
+        page.locator("#share").click()
     with page.expect_download() as download:
         page.locator("#save-json").click()
     return download.value
@@ -279,6 +281,7 @@ def test_unreported_server_values_are_unknown(replayed, remote_file):
 
 def test_the_result_is_saved_as_an_image_and_as_a_loop_of_six_seconds(replayed, trace_file):
     page = replayed(trace_file)
+    page.locator("#share").click()
     with page.expect_download() as image:
         page.locator(".sd-save-image").click()
     assert image.value.suggested_filename == "specdemo-embedded-draft.png"

@@ -20,7 +20,7 @@ from specdemo.models.shipped import EMBEDDED
 from specdemo.presets import link
 from specdemo.presets.files import DEFAULT, Preset, allowed_models, load_presets, read_presets
 from specdemo.presets.limits import LIMITS
-from specdemo.presets.link import ANOTHER, ELSEWHERE, FOREIGN, OWN, from_query, to_query
+from specdemo.presets.link import ANOTHER, ELSEWHERE, FOREIGN, OWN, from_query, to_command, to_query
 
 PRESETS = load_presets()
 BASE = PRESETS[DEFAULT]
@@ -80,6 +80,22 @@ def test_a_link_holds_the_differences_alone():
     three = PRESETS["embedded-three-lanes"]
     query = to_query(three.with_changes(lanes=[three.lanes[0], {"method": "ngram", "k": 6}]), three)
     assert query == "preset=embedded-three-lanes&method2=ngram&k2=6"
+
+
+def test_a_command_states_the_differences_that_its_options_know():
+    several = PRESETS["embedded-three-lanes"]
+    longer = [lane.model_copy(update={"k": 9}) for lane in several.lanes]
+    for changed, base, command in (
+        (BASE, BASE, f"python -m specdemo run {DEFAULT}"),
+        (BASE.with_changes(k=7, prompt="It's", temperature=0.5), BASE, "--prompt 'It'\"'\"'s' --temperature 0.5 --k 7"),
+        (BASE.with_changes(chat=False), BASE, "--no-chat"),
+        (several.model_copy(update={"lanes": longer}), several, None),
+        (several.model_copy(update={"lanes": several.lanes[:1]}), several, f"python app.py --preset {several.id}"),
+    ):
+        text = to_command(changed, base)
+        assert text.endswith(command or "") and text.startswith("python ")
+    own = BASE.model_copy(update={"id": OWN})
+    assert to_command(own, own) == f"python app.py --target {BASE.target} --draft {BASE.lanes[0].model}"
 
 
 def test_a_link_unsets_what_its_preset_sets():
