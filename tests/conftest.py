@@ -148,3 +148,9 @@ def small_qwen_gguf():
 def qwen_gguf():
     """Return the path of Qwen2.5-Coder 1.5B Instruct as GGUF in Q4_K_M, which is made on request."""
     return real_model("qwen2.5-coder-1.5b-instruct-q4_k_m.gguf")
+
+
+@pytest.fixture(autouse=True)
+def page_of_this_machine(monkeypatch):
+    """Let a page that a test starts for others say so in that test alone (`deployment.offers_files`)."""
+    monkeypatch.setenv("SPECDEMO_FILES", "1")

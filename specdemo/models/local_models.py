@@ -178,6 +178,8 @@ def _downloaded() -> Iterator[LocalModel]:
         if made := packaged.local(name):
             files = made.glob("*.safetensors") if made.is_dir() else [made]
             yield LocalModel(ModelRef(name), "specdemo", made, sum(file.stat().st_size for file in files))
+    named = {packaged.local(name) for name in packaged.DOWNLOADS}
+    yield from (_of_file(path, "specdemo") for path in models_in(packaged.cache()) if path not in named)
 
 
 def _lm_studio() -> Iterator[LocalModel]:

@@ -20,6 +20,7 @@ HUB_GGUF = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?:[\w.-]+")
 WEIGHTS = ("*.gguf", "*.safetensors", "*.bin", "config.json")  # files of a model's folder that its hash covers
 SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # of each file; reading all of a large model takes a minute
 SIZE = re.compile(r"(?<![\w.])((?:[AE]|\d+x)?\d+(?:\.\d+)?[KMBT])(?![\w.])", re.IGNORECASE)  # 0.5B, E4B, 8x7B
+SCALE_BITS = 0.8  # bits per weight of scales and of wider tensors in GGUF files
 UNSAID = ("instruct", "it", "chat", "gguf", "hf", "latest")  # words of names that a title leaves out
 SPELLINGS = {"Smollm": "SmolLM", "Deepseek": "DeepSeek", "Gpt Oss": "gpt-oss", "Gpt": "GPT", "Eagle": "EAGLE"}
 
@@ -151,6 +152,15 @@ class ModelRef(str):
         return _capital(found[0]) if found else ""
 
     @property
+    def estimated_bytes(self) -> tuple[float, float]:
+        """Return about the bytes of all weights, and of those that a token reads, by the sizes and the type of the
+        weights in the name; zeros if it states no size. Weights of no stated type have 16 bits."""
+        bits = re.search(r"\d+", quantisation_in(self))
+        width = 2.0 if bits is None else (int(bits[0]) + SCALE_BITS * (int(bits[0]) < 16)) / 8.0
+        active = re.search(r"\bA[\d.]+B\b", self._words, re.IGNORECASE)  # of experts
+        return width * _count(self.size), width * _count(active[0] if active else self.size)
+
+    @property
     def _words(self) -> str:
         """Return family and size with spaces between words. A dot in a number stays."""
         name = self._stem
@@ -210,3 +220,9 @@ def _capital(word: str) -> str:
     if SIZE.fullmatch(word):
         return word.upper().replace("X", "x")
     return word[0].upper() + word[1:] if re.match("[a-z]{2}", word) else word
+
+
+def _count(size: str) -> float:
+    """Return the number of weights that a size such as 0.5B or 8x7B states; 0 for an empty one."""
+    found = re.fullmatch(r"(?:(\d+)X|[AE])?([\d.]+)([KMBT])", size.upper())
+    return float(found[1] or 1) * float(found[2]) * 1000.0 ** ("KMBT".index(found[3]) + 1) if found else 0.0

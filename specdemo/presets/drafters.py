@@ -113,9 +113,9 @@ def all_published() -> list[PublishedDrafter]:
 
 
 def drafters_of(target: ModelRef, opened: "Target | None" = None, trained: Sequence[ModelRef] = ()) -> list[DrafterFit]:
-    """Return the drafters of a target, those that fit first: its own layer, models on this machine, and those that
-    presets and the catalogue name. Others have a reason: embedded ones of an embedded target, and where no model on
-    this machine fits, those that were compared.
+    """Return the drafters of a target, those that fit and the best first: its own layer, models on this machine by
+    size, and those that presets and the catalogue name, other vocabularies last. Others have a reason: embedded ones of
+    an embedded target, and where no model on this machine fits, those that were compared.
 
     Transformers models on this machine are opened without weights; the hub is asked if the caller has `opened` a target
     of it. A public page lists what its presets name. trained: folders of heads that no preset names.
@@ -144,7 +144,12 @@ def drafters_of(target: ModelRef, opened: "Target | None" = None, trained: Seque
             fits.append(DrafterFit(model, name, None, sizes.get(model, UNKNOWN)))
     fits = [fit if fit.place else replace(fit, place=_place(fit.drafter, target)) for fit in fits]
     listed = [fit for fit in fits if fit.fits is not False or fit.place != SHIPPED or target.embedded]
-    return sorted(listed, key=lambda fit: (fit.fits is False, fit.place == ABSENT))
+    rank = {pair: place for place, pair in reversed([*enumerate(candidates)])}
+
+    def badness(fit: DrafterFit) -> tuple[object, ...]:
+        return fit.fits is False, fit.place == ABSENT, fit.shares_text, rank.get((fit.method, fit.drafter), -1)
+
+    return sorted(listed, key=badness)
 
 
 def _named(target: ModelRef, opened: "Target | None") -> list[tuple[str, ModelRef]]:

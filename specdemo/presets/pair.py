@@ -81,12 +81,18 @@ def pair(target: ModelRef, draft: ModelRef | None = None, **settings: object) ->
     title = f"{target.short_name} with {draft.short_name if draft else 'suffix and n-gram lookup'}"
     about = {"id": OWN, "title": title[:80], "chip": "Your models", "description": "", "chat": chat}
     start = preset(DEFAULT).with_changes(target=target, lanes=[lane.model_dump() for lane in lanes], **settings)
-    prompt = start.prompt if chat is False else QUESTION
-    if not target.embedded and (corrects or _codes(target)):
-        prompt = task("Rewrite code" if _codes(target) else "Correct", chat is not False)
-    chosen = start.changed(**about, prompt=prompt)
+    chosen = start.changed(**about, prompt=prompt_for(target, corrects))
     Session().check_room(chosen)
     return chosen
+
+
+def prompt_for(target: ModelRef, corrects: bool = False) -> str:
+    """Return a prompt of the target's kind: code to rewrite, a question, or a text to continue. corrects: for lookups,
+    a text to correct instead of a question."""
+    chat = has_chat_template(target)
+    if not target.embedded and (corrects or _codes(target)):
+        return task("Rewrite code" if _codes(target) else "Correct", chat is not False)
+    return preset(DEFAULT).prompt if chat is False else QUESTION
 
 
 def task(name: str, chat: bool) -> str:

@@ -5,6 +5,7 @@ Controls and their values have names (setup.py). Drawing the page needs no torch
 """
 
 import os
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -13,27 +14,27 @@ from typing import Any
 import gradio as gr
 
 from specdemo.bench.report import sentence
+from specdemo.core.deployment import offers_files
 from specdemo.core.rules import rule_options
 from specdemo.core.settings import Setting, Settings, settings
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.methods import facts_of, method_options
 from specdemo.models.ref import ModelRef
 from specdemo.presets import limits
-from specdemo.presets.files import Preset, load_presets
-from specdemo.presets.pair import TASKS, task
+from specdemo.presets.files import Preset, load_presets, preset
+from specdemo.presets.pair import TASKS, prompt_for, task
 from specdemo.servers.address import host, listed
 from specdemo.ui import assets, setup
 from specdemo.ui.job import QUIET, Parts, Values, named
 from specdemo.ui.model_menus import (
     DRAFTING,
-    default_draft,
+    START_WITH,
     fitting_models,
     method_choices,
     model_choices,
     not_offered,
-    on_this_machine,
     published,
-    targets,
+    target_choices,
     unfit,
 )
 from specdemo.ui.setup import (
@@ -96,7 +97,9 @@ class Controls:
         """Connect the events: lanes are added and removed, and each lane shows the controls of its method."""
         parts = self.parts
         target, count = {"target": parts["target"]}, {"count": parts["count"]}
-        given = {name: parts[name] for name in ("target", "last-target")} | self._of_lanes("method", "options")
+        given = {name: parts[name] for name in ("target", "last-target", "preset", "prompt")} | self._of_lanes(
+            "method", "options"
+        )
         refit = partial(_refit, allow_any_model=self.allow_any_model)
         self.offer(named(parts["target"].input, refit, given, parts, **QUIET).then)
         for name in TASKS:
@@ -104,7 +107,7 @@ class Controls:
             named(parts[f"task-{name}"].click, partial(_task, name), given, shown_task, **QUIET)
         for name, more in (("add", 1), ("remove", -1)):
             pressed = partial(parts[name].click, trigger_mode="always_last")  # a second click follows the first
-            self.describe(named(pressed, partial(_count_on, more), count | self.drawn, parts, **QUIET).then)
+            self.describe(named(pressed, partial(_count_on, more), target | count | self.drawn, parts, **QUIET).then)
         page.load(None, js=assets.text("accessibility.js"), **QUIET)
         page.load(None, js=assets.text("drop.js"), **QUIET)
         page.load(None, js=f"() => {{ {assets.text('page_title.js')} }}", **QUIET)
@@ -200,7 +203,9 @@ def component_props(chosen: Preset) -> dict[str, Values]:
     shown: dict[str, Values] = {name: {"value": value} for name, value in values.items()}
     for n, lane in zip(NUMBERS, padded(chosen), strict=True):
         model = shown[f"model-{n}"]
-        model["choices"] = model_choices([model["value"]])  # `offer` adds the others, which needs torch
+        model["choices"] = model_choices(
+            [model["value"]] if model["value"] else []
+        )  # `offer` adds the others, which needs torch
         model["visible"] = lane is None or lane.model is not None
         shown[f"server-{n}"]["choices"] = _servers(lane.server if lane else None)
     shown["more"] = {"value": None}
@@ -221,13 +226,13 @@ def offer(_: gr.Request | None, values: Values, allow_any_model: bool = False) -
     """Return the updates of every lane's lists: the methods, and the models that fit the lane's method and the target,
     with its own. Nothing changes for a target that the page does not offer.
     """
-    if not_offered([values["target"]], allow_any_model):
+    if not_offered([values["target"]], allow_any_model, typed=True):
         return {}
     target = ModelRef(values["target"])
     updates, methods = {}, method_choices(target)
     for n in NUMBERS:
         reads = model_reader(values[f"method-{n}"], values[f"options-{n}"])
-        models = [*fitting_models(target, reads), values[f"model-{n}"]]
+        models = [*fitting_models(target, reads), *filter(None, [values[f"model-{n}"]])]
         updates[f"method-{n}"] = gr.update(choices=methods)
         updates[f"model-{n}"] = gr.update(choices=model_choices(models, target))
     return updates
@@ -257,9 +262,11 @@ def draw(start: Preset, allow_any_model: bool) -> Controls:
     with gr.Column(elem_id="drawer"):
         parts["about"] = gr.HTML(**shown["about"], elem_id="about")
         with gr.Row(elem_id="basics"):
-            target = {**shown["target"], "choices": model_choices([start.target, *targets(), *on_this_machine()])}
+            target = {**shown["target"], "choices": target_choices(start.target)}
             parts["target"] = _model_choice("Target model (all lanes)", target, "target", allow_any_model)
             parts |= _draw_method(1, shown, allow_any_model) | _draw_settings(shown, BASIC)
+        words = "To use a file of your machine, start specdemo there"
+        parts["start-with"] = gr.Textbox(label=words, visible=False, buttons=["copy"], elem_id="start-with")
         unfolding("Advanced", "advanced")
         with gr.Column(elem_id="advanced", elem_classes="unfolded"):
             more = [(title, f"preset={id}") for title, id in setup.menus()[1]]
@@ -338,10 +345,15 @@ def _draw_lane(n: int, shown: Mapping[str, Values]) -> Parts:
 
 
 def _model_choice(label: str, shown: Values, elem_id: str, allow_any_model: bool) -> gr.Dropdown:
-    info = "of the list, or a file, folder or hub id" if allow_any_model else None
+    info = _of_files(allow_any_model)
     place = look(label, elem_id, min_width=190)
     # without custom values a text that is not in the list stays on show, and Run races the choice before it
     return gr.Dropdown(**shown, **place, info=info, allow_custom_value=True)
+
+
+def _of_files(allow_any_model: bool) -> str | None:
+    hub = ", or a hub id" if allow_any_model else ""
+    return f"or type the path of a file or folder{hub}" if offers_files() or allow_any_model else None
 
 
 def _servers(chosen: str | None) -> list[tuple[str, str]]:
@@ -401,14 +413,26 @@ def _switch_rule(_: gr.Request | None, values: Values) -> Values:
 
 
 def _refit(_: gr.Request | None, values: Values, allow_any_model: bool = False) -> Values:
-    """Return what follows another target: every lane's model, and the controls of the prompt's format. Nothing follows
-    one that the page does not offer: `show_setup` says so.
+    """Return what follows another target: every lane's model, the controls of the prompt's format and, in place of the
+    preset's own, a prompt of its kind. The field says why the page does not take a target, which it keeps, and how to
+    start a page that does.
     """
-    target = ModelRef(values["target"])
-    if target == values["last-target"] or not_offered([target], allow_any_model):
-        return {}
+    target = ModelRef(values["target"] or "")
+    refusal = not_offered([target], allow_any_model, typed=True)
+    command = gr.update(value=START_WITH.format(shlex.quote(target)), visible=bool(refusal) and not offers_files())
+    field = {"target": gr.update(info=refusal or _of_files(allow_any_model)), "start-with": command}
+    if refusal or target == values["last-target"]:
+        return field
+    prompt = {"prompt": prompt_for(target)} if values["prompt"] == preset(values["preset"]).prompt else {}
     models = {f"model-{n}": _fit_model(target, values[f"method-{n}"], values[f"options-{n}"]) for n in NUMBERS}
-    return {"unfit": unfit(target), **models, **_updates(_chat_looks(target, None)), "last-target": target}
+    return {
+        "unfit": unfit(target),
+        **field,
+        **prompt,
+        **models,
+        **_updates(_chat_looks(target, None)),
+        "last-target": target,
+    }
 
 
 def _switch(_: gr.Request, values: Values) -> Values:
@@ -423,7 +447,7 @@ def _switch(_: gr.Request, values: Values) -> Values:
 def _fit_model(target: ModelRef, name: str, options: Mapping[str, object]) -> Any:
     """Return the update of a lane's drafters: those that fit, of which the first is selected; maybe none."""
     needed = needs_model(name, options)
-    fitting = fitting_models(target, model_reader(name, options)) if needed else [default_draft(target)]
+    fitting = fitting_models(target, model_reader(name, options)) if needed else []
     return gr.update(visible=needed, value=next(iter(fitting), None), choices=model_choices(fitting, target))
 
 
@@ -440,8 +464,17 @@ def _chat_looks(target: ModelRef, chat: bool | None, system: str = "") -> dict[s
 
 def _count_on(more: int, _: gr.Request, values: Values) -> Values:
     shown = _lane_looks(values["count"] + more)
-    added = f"drawn-{shown['count']['value']}"
-    return _updates(shown) | {added: values[added] + 1}
+    n = shown["count"]["value"]
+    drafted = {f"drawn-{n}": values[f"drawn-{n}"] + 1}
+    if more > 0 and (drafts := fitting_models(ModelRef(values["target"]), DRAFTING[0])):
+        chosen = gr.update(value=drafts[0], choices=model_choices(drafts, ModelRef(values["target"])), visible=True)
+        drafted |= {
+            f"method-{n}": DRAFTING[0],
+            f"last-method-{n}": DRAFTING[0],
+            f"model-{n}": chosen,
+            f"options-{n}": {},
+        }
+    return _updates(shown) | drafted
 
 
 def _lane_looks(count: int) -> dict[str, Values]:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from specdemo.core.deployment import public, zero_gpu
+from specdemo.core.deployment import FILES, public, zero_gpu
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
 os.environ.setdefault("GRADIO_ANALYTICS_MAX_EVENTS", "100")  # summarised after every event
@@ -228,6 +228,8 @@ def serve(
     """
     security.trust_proxies(proxies)
     names = security.own_names(host, allow_hosts)
+    if share or not security.only_here(host, allow_hosts, proxies):
+        os.environ[FILES] = "0"
     page = build(start, allow_any_model)
     if zero_gpu():  # models must be in place before the first call; the first one shown is loaded last
         preload([*(p for p in limits.at_hand() if p.id != preset(start).id), preset(start)])

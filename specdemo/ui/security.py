@@ -123,6 +123,11 @@ class Door:
         self._uploads.append((now, visitor))
 
 
+def only_here(bound: str, allowed: Iterable[str], proxies: Iterable[str]) -> bool:
+    """Return whether only this machine reaches a page that is bound to an address."""
+    return bound in ("localhost", "127.0.0.1", "::1") and not [*allowed, *proxies]
+
+
 def own_names(bound: str, allowed: Iterable[str] = ()) -> set[str]:
     """Return the host names of a page that is bound to an address.
 

@@ -26,7 +26,7 @@ from specdemo.presets.link import to_query
 from specdemo.presets.runnable import nearest_runnable, why_not
 from specdemo.ui import space
 from specdemo.ui.job import Values
-from specdemo.ui.model_menus import DRAFTING, cannot_run, check_models, default_draft, not_offered
+from specdemo.ui.model_menus import DRAFTING, cannot_run, check_models, not_offered
 
 LANES = LIMITS.lanes - 1
 NUMBERS = range(1, LANES + 1)
@@ -56,19 +56,14 @@ def to_values(chosen: Preset) -> Values:
     values: Values = {"preset": chosen.id, "count": len(chosen.lanes)}
     values |= {name: getattr(chosen, name) for name in COMPARISON_FIELDS}
     values["chat"] = prompt_format(chosen.target, chosen.chat)
+    last = chosen.lanes[-1]  # whose method an added lane has where no draft model fits
     for n, lane in zip(NUMBERS, padded(chosen), strict=True):
-        shown = lane or _added_lane(chosen)
+        shown = lane or Lane(method=last.method, model=last.model, options=last.options)
         values |= {f"{name}-{n}": getattr(shown, name) for name in LANE}
-        values[f"model-{n}"] = shown.model or default_draft(chosen.target)
+        values[f"model-{n}"] = shown.model
         values |= {f"server-{n}": shown.server or "", f"options-{n}": dict(shown.options)}
         values[f"acceptance_options-{n}"] = dict(shown.acceptance_options)
     return values
-
-
-def _added_lane(chosen: Preset) -> Lane:
-    """Return the lane that is added next: the draft model of the target, else the last lane again."""
-    paired = any(p.target == chosen.target and lane.model for p in load_presets().values() for lane in p.lanes)
-    return Lane(method=DRAFTING[0], model=default_draft(chosen.target)) if paired else chosen.lanes[-1]
 
 
 def from_values(values: Values, allow_any_model: bool = False) -> Preset:
@@ -80,7 +75,7 @@ def from_values(values: Values, allow_any_model: bool = False) -> Preset:
     changes["chat"] = usual if chat == prompt_format(ModelRef(changes["target"]), usual) else chat == CHAT
     lanes = [{name: values[f"{name}-{n}"] for name in LANE} for n in NUMBERS[: values["count"]]]
     changes["lanes"] = [_lane_config(lane, base.lanes[i : i + 1]) for i, lane in enumerate(lanes)]
-    return limits.admit(check_models(base.with_changes(**changes), allow_any_model))
+    return limits.admit(check_models(base.with_changes(**changes), allow_any_model, typed=True))
 
 
 def changed(preset_id: str, overrides: dict[str, object] | None, allow_any_model: bool) -> Preset:
@@ -176,7 +171,7 @@ def _lane_obstacle(values: Values, allow_any_model: bool) -> str:
     target = ModelRef(values["target"])
     shown = [n for n in NUMBERS[: values["count"]] if needs_model(values[f"method-{n}"], values[f"options-{n}"])]
     named = [target, *filter(None, (values[f"model-{n}"] for n in shown))]
-    if reason := not_offered(named, allow_any_model):
+    if reason := not_offered(named, allow_any_model, typed=True):
         return f"{sentence(reason)}."
     for n in NUMBERS[: values["count"]]:
         name, options = str(values[f"method-{n}"]), values[f"options-{n}"]

@@ -47,6 +47,20 @@ def test_a_model_has_a_name_for_people(name, title, size):
     assert (ModelRef(name).short_name, ModelRef(name).size) == (title, size)
 
 
+@pytest.mark.parametrize(
+    ("name", "gb", "read_gb"),
+    [
+        ("Qwen/Qwen3-4B", 8.0, 8.0),
+        ("Qwen/Qwen3-4B-GGUF:Q4_K_M", 2.4, 2.4),
+        ("Qwen/Qwen3-30B-A3B", 60.0, 6.0),
+        ("mistralai/Mixtral-8x7B-v0.1", 112.0, 112.0),
+        ("org/model", 0.0, 0.0),
+    ],
+)
+def test_the_size_of_a_model_is_estimated_from_its_name(name, gb, read_gb):
+    assert ModelRef(name).estimated_bytes == pytest.approx((gb * 1e9, read_gb * 1e9))
+
+
 def test_what_the_name_of_a_file_does_not_say_is_read_from_its_header(tmp_path):
     named = {"general.name": "Qwen2.5 Coder 1.5B Instruct GGUF", "general.size_label": "1.5B", "general.file_type": 15}
     for file, stated, title in (

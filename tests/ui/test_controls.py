@@ -7,12 +7,15 @@ import pytest
 
 from specdemo.methods import method_options, model_method
 from specdemo.models.ref import ModelRef
+from specdemo.models.shipped import embedded_folder
 from specdemo.presets.files import load_presets, preset
+from specdemo.presets.pair import prompt_for
 from specdemo.ui import controls, model_menus, setup
 from specdemo.ui.controls import fill
 from specdemo.ui.setup import from_values, to_values
 
 DRAWN = dict.fromkeys(controls.DRAWN, 0)
+FIELD = {"target", "start-with"}  # what a target that is refused updates
 REQUEST = preset("embedded-three-lanes").with_changes(k=9, temperature=0.5)
 
 
@@ -28,21 +31,56 @@ def test_a_menu_that_is_left_without_a_choice_changes_nothing():
     """Gradio reports an input whenever a menu loses the focus."""
     values = {name: look["value"] for name, look in controls.component_props(REQUEST).items() if "value" in look}
     lane = {name: values.get(f"{name}-1", 0) for name in ("method", "acceptance", "drawn", *controls.LAST)}
-    assert controls._refit(None, values) == {}
+    assert {*controls._refit(None, values)} == FIELD
     assert controls._switch(None, lane) == controls._switch_rule(None, lane) == {}
     other = controls._switch_rule(None, lane | {"acceptance": "typical"})
     assert other == {"acceptance_options": {}, "drawn": 1, "last-acceptance": "typical"}
 
 
-def test_a_target_that_the_page_does_not_offer_is_refused_at_its_menu_and_leaves_the_lanes_alone(monkeypatch):
+@pytest.mark.parametrize("local", [True, False])
+def test_a_target_that_the_page_does_not_offer_is_refused_at_its_field_and_leaves_the_lanes_alone(local, monkeypatch):
+    monkeypatch.setenv("SPECDEMO_FILES", "1" if local else "0")
     monkeypatch.setattr(model_menus, "pairs", None)  # nothing is read
-    missing = "/home/ann/" + 5 * "deep/" + "does-not-exist.gguf"
+    missing = "/home/ann/deep er/" + "does-not-exist.gguf"
     values = to_values(REQUEST) | {"target": missing, "last-target": "stories"}
-    assert controls._refit(None, values) == controls.offer(None, values) == {}
+    refused = controls._refit(None, values)
+    assert {*refused} == FIELD and controls.offer(None, values) == {}
+    assert "value" not in refused["target"]  # the field keeps what was typed
+    command = f"python app.py --target '{missing}'"
+    reason = f"{missing} does not exist; type the path" if local else f"to use this file, start with `{command}`"
+    assert reason in refused["target"]["info"]
+    assert (refused["start-with"]["visible"], refused["start-with"]["value"]) == (not local, command)
     obstacle = json.loads(setup.show_setup(None, values, allow_any_model=False)["setup"])["obstacle"]
-    assert obstacle.startswith(f"Model '{missing}' is not on this page's list; start the page with --target")
+    assert reason in obstacle
+    with pytest.raises(ValueError, match="does-not-exist"):
+        setup.from_values(values)  # no other model is raced
+    again = controls._refit(None, values | {"target": "stories"})
+    assert {*again} == FIELD and not again["start-with"]["visible"] and "exist" not in (again["target"]["info"] or "")
     values = to_values(REQUEST) | {"model-2": missing}
     assert missing in json.loads(setup.show_setup(None, values, allow_any_model=False)["setup"])["obstacle"]
+
+
+def test_a_file_of_this_machine_that_is_typed_may_race_and_other_files_are_no_models(monkeypatch, tmp_path):
+    page = to_values(REQUEST) | {"last-target": "stories"}
+    folder = str(embedded_folder() / "stories-bytes")
+    typed = controls._refit(None, page | {"target": folder, "method-1": "mtp"})
+    assert typed["last-target"] == folder and "stories-bytes-heads" in typed["model-1"]["value"]
+    assert typed["prompt"] == prompt_for(ModelRef(folder))
+    assert "prompt" not in controls._refit(None, page | {"target": folder, "prompt": "Mine"})
+    own = to_values(preset("embedded-ngram")) | {"target": folder}
+    assert setup.from_values(own).target == folder
+    for file in ("notes.txt", "bad.gguf", "folder/config.json"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text("{}")
+    for file, reason in (("notes.txt", "is not a GGUF file"), ("bad.gguf", "is not a GGUF file"), ("folder", "")):
+        refused = controls._refit(None, page | {"target": str(tmp_path / file)})["target"]["info"]
+        assert reason in refused and "type the path of a GGUF file" in refused and "\n" not in refused
+    changes = {"target": folder, "method": "ngram"}
+    with pytest.raises(ValueError, match="is not on this page's list"):  # typed on the page only, not in a call
+        setup.changed("embedded-ngram", changes, False)
+    monkeypatch.setenv("SPECDEMO_FILES", "0")
+    with pytest.raises(ValueError, match="start with `python app.py --target"):
+        setup.from_values(own)
 
 
 def test_wrapped_method_decides_whether_a_model_is_shown():
@@ -63,13 +101,13 @@ def test_a_link_fills_every_control():
 
 def test_another_target_takes_another_drafter_or_none():
     lanes = {f"method-{n}": "mtp" for n in setup.NUMBERS} | {f"options-{n}": {} for n in setup.NUMBERS}
-    lanes |= {"last-target": "stories", "method-2": "dflash"}
+    lanes |= {"last-target": "stories", "method-2": "dflash", "preset": "embedded-draft", "prompt": "Once"}
     fitted = controls._refit(None, lanes | {"target": "stories-bytes"})
     assert fitted["model-1"]["value"] == "stories-bytes-heads" and fitted["model-1"]["visible"]
     assert fitted["model-2"]["visible"] and fitted["model-2"]["value"] is None
     shown = controls._fit_model(ModelRef("stories"), "gemma4_assistant", {})
     assert shown["visible"] and shown["value"] is None
-    assert "<b>stories-draft-wide</b> another tokenizer" in fitted["unfit"]
+    assert "<b title='stories-draft-wide'>stories-draft-wide</b> another tokenizer" in fitted["unfit"]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +122,8 @@ def test_another_target_takes_another_drafter_or_none():
         ("suffix", ""),
     ],
 )
-def test_a_method_that_cannot_run_on_a_target_says_why_before_run(method, reason):
+def test_a_method_that_cannot_run_on_a_target_says_why_before_run(method, reason, monkeypatch):
+    monkeypatch.setenv("SPECDEMO_FILES", "0")  # the file does not exist
     values = to_values(preset("embedded-draft")) | {"target": "/models/model.gguf", "method-1": method}
     values |= {"model-1": controls._fit_model(ModelRef(values["target"]), method, {})["value"], "options-1": {}}
     shown = json.loads(setup.show_setup(None, values)["setup"])["obstacle"]

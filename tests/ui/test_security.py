@@ -180,3 +180,17 @@ def test_a_page_answers_to_its_public_link_only_if_it_is_shared(share, link, exp
     assert status(names, "1a2b.gradio.live") == expected
     assert status(names, "other.gradio.live") == 403
     assert ("https://1a2b.gradio.live;" in capsys.readouterr().out) == (expected == 200)
+
+
+@pytest.mark.parametrize(
+    ("bound", "allowed", "proxies", "expected"),
+    [
+        ("127.0.0.1", (), (), True),
+        ("::1", (), (), True),
+        ("0.0.0.0", (), (), False),
+        ("127.0.0.1", ("demo.example.org",), (), False),
+        ("127.0.0.1", (), ("10.0.0.1",), False),
+    ],
+)
+def test_a_page_is_that_of_this_machine_alone_unless_others_reach_it(bound, allowed, proxies, expected):
+    assert security.only_here(bound, allowed, proxies) is expected

@@ -122,7 +122,7 @@ def test_wrapped_method_decides_whether_a_model_is_named(values):
         ("max_new_tokens", None, 10**9, f"max_new_tokens must be {LIMITS.max_new_tokens} or less"),
         ("prompt", None, "  ", "the prompt is empty; write at least one word"),
         ("method", 0, "dept", "unknown method"),
-        ("target", None, "/etc/passwd", "not on this page's list"),
+        ("target", None, "/etc/passwd", "/etc/passwd is not a GGUF file"),
         ("model", 0, "evil/model", "not on this page's list"),
     ],
 )
