@@ -199,15 +199,15 @@ def _gain_by_batch() -> dict[str, object]:
 
 
 def theme() -> gr.themes.Base:
-    """Return the theme. It has system fonts only, because a web font would be downloaded. White on 500 to 700 and the
-    subdued text reach a contrast of 4.5:1.
+    """Return the theme. It has system fonts only, because a web font would be downloaded, and no colour of its own:
+    colours are those of lanes and tokens (chart.css).
     """
-    blue = "#eef7fd #d8ebf8 #b5d9f1 #8cc4ea #3f9ad4 #0072b2 #00669f #005889 #00466d #003755 #002438".split()
-    hue = gr.themes.Color(*blue)
-    base = gr.themes.Default(primary_hue=hue, neutral_hue="slate", font=FONTS, font_mono=MONO, radius_size="md")
+    base = gr.themes.Default(primary_hue="slate", neutral_hue="slate", font=FONTS, font_mono=MONO, radius_size="md")
     boxes = {"checkbox_border_color": "*neutral_500", "checkbox_border_color_dark": "*neutral_400"}
     texts = {"body_text_color_subdued": "*neutral_500", "slider_color_dark": "*primary_400"}
-    return base.set(**boxes, **texts, layout_gap="*spacing_xl")
+    run = {"button_primary_background_fill": "*neutral_800", "button_primary_background_fill_hover": "*neutral_700"}
+    run |= {f"{name}_dark": fill for name, fill in zip(run, ("*neutral_200", "*neutral_300"), strict=True)}
+    return base.set(**boxes, **texts, **run, button_primary_text_color_dark="*neutral_900", layout_gap="*spacing_xl")
 
 
 def serve(

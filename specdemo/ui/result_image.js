@@ -90,7 +90,7 @@ function write(context, text, x, y, style, { align = "left", width = undefined }
 
 function drawCaption(context, { caption, tone }, colours) {
   const [, before, value, after] = /^(.*?)(\d+\.\d\d×)(.*)$/s.exec(caption) ?? ["", caption, "", ""];
-  const parts = [[before, font(25, 600), colours.ink], [value, font(44, 750), tone === "gain" ? colours.series[1] : tone === "bad" ? colours.read("--sd-bad") : colours.ink], [after, font(25, 600), colours.ink]];
+  const parts = [[before, font(25, 600), colours.ink], [value, font(44, 750), tone === "gain" ? colours.read("--sd-good") : tone === "bad" ? colours.read("--sd-bad") : colours.ink], [after, font(25, 600), colours.ink]];
   const widths = parts.map(([text, style]) => {
     context.font = style;
     return context.measureText(text).width;
