@@ -152,7 +152,7 @@ def test_every_suite_has_its_own_charts_and_nothing_on_the_page_breaks_its_polic
         page.locator("#save-json").click()
     page.get_by_role("tab", name="Find what pays").click()
     chart = page.locator("#sweep .sd-chart").first
-    page.get_by_label("Methods").click()
+    page.get_by_role("radio", name="Methods", exact=True).click()
     expect(chart.locator(".sd-bar-name")).not_to_have_count(0)
     expect(page.locator("#sweep .sd-heat")).to_be_hidden()
     page.get_by_label("Batch size", exact=True).click()

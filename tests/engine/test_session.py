@@ -60,8 +60,8 @@ def test_a_run_has_a_baseline_and_its_lanes(trace):
     assert [lane.method for lane in trace.lanes] == ["none", "draft_model", "ngram"]
     assert [lane.name for lane in trace.lanes] == ["Baseline", "Draft 1.3M", "Prompt lookup"]
     assert [row["verdict"] for row in trace.comparison] == ["identical", "identical"]
-    assert trace.lanes[2].options == {"max_n": 2, "min_n": 1, "k": 2}
-    assert trace.lanes[2].defaults == ["min_n"]
+    assert trace.lanes[2].options == {"corpus": "", "max_n": 2, "min_n": 1, "k": 2}
+    assert trace.lanes[2].defaults == ["corpus", "min_n"]
 
 
 IN_FOURS = {1: 10.0, 2: 14.0, 3: 15.0, 4: 12.0, 5: 20.0, 6: 23.0, 7: 26.0, 8: 24.0}
