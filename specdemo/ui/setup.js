@@ -27,7 +27,7 @@ function read() {
 function showChips() {
   const chip = ([id, words]) => Object.assign(clickable("sd-chip", words, () => openControl(id)), { title: document.querySelector(`#${id} [data-testid=block-info]`)?.textContent.trim() ?? "" });
   const lane = ([id]) => id.split("-")[1] ?? "";
-  $(".sd-chips").replaceChildren(...current.chips.map((one) => withData(chip(one), { lane: lane(one) })));
+  $(".sd-chips").replaceChildren(...current.chips.map((one) => withData(chip(one), { series: lane(one) })));
   const last = Math.max(...current.chips.map(lane).map(Number));
   $(".sd-add").hidden = last >= props.lanes;
   if (!added || added > last) return;
