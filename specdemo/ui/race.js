@@ -51,7 +51,7 @@ function scrollToRun() {
   if (!nextRun || nextRun.still || nextRun.scrolled) return;
   nextRun.scrolled = true;
   const [bars, headline, plot] = [".sd-race", ".sd-headline", "#chart"].map((part) => $(part).getBoundingClientRect());
-  if (bars.top < headline.bottom - 1 || plot.bottom > innerHeight) scrollIntoViewport($(".sd-verdict"), "start");
+  if (bars.top < Math.max(headline.bottom, 0) - 1 || plot.bottom > innerHeight) scrollIntoViewport($(".sd-verdict"), "start");
 }
 
 let firstVisit = true; // no race was visible yet
