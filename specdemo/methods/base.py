@@ -50,14 +50,17 @@ class LookupOptions(BaseOptions):
             raise ValueError(f"the corpus has {len(text):,} characters, the limit is {MAX_CORPUS:,}; give fewer files")
         return text
 
-    def corpus_ids(self, target: Target) -> list[int]:
-        """Return the token ids of the corpus. Raises ValueError for a target without a tokenizer."""
-        if not self.corpus:
-            return []
-        if target.tokenizer is None:
-            raise ValueError(f"{target.name} has no tokenizer, which a corpus needs; leave the corpus out")
-        ids: list[int] = target.tokenizer(self.corpus, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
+
+def corpus_ids(options: object, target: Target) -> list[int]:
+    """Return the token ids of the corpus; none for options without one. Raises ValueError for a target without a
+    tokenizer."""
+    corpus = getattr(options, "corpus", "")  # a method of another package has options of its own
+    if not corpus:
+        return []
+    if target.tokenizer is None:
+        raise ValueError(f"{target.name} has no tokenizer, which a corpus needs; leave the corpus out")
+    ids: list[int] = target.tokenizer(corpus, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
 
 
 class Method(Drafter):

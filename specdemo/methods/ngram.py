@@ -15,7 +15,7 @@ from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft
 from specdemo.methods import setting
-from specdemo.methods.base import LookupOptions, Method
+from specdemo.methods.base import LookupOptions, Method, corpus_ids
 
 
 class _NGramIndex:
@@ -73,7 +73,7 @@ class NGram(Method, method="ngram"):
         self._sizes = range(options.min_n, options.max_n + 1)
         self._device = target.device
         self._rows: list[_NGramIndex] = []
-        self._corpus_ids = options.corpus_ids(target)
+        self._corpus_ids = corpus_ids(options, target)
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:
         self._corpus = _NGramIndex(self._sizes)

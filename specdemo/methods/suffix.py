@@ -21,7 +21,7 @@ from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft
 from specdemo.methods import setting
-from specdemo.methods.base import LookupOptions, Method
+from specdemo.methods.base import LookupOptions, Method, corpus_ids
 
 MAX_ANSWERS = 256  # answers per model; the oldest is dropped first
 MIN_ANSWER_TOKENS = 16  # tokens of an answer to store; a lane's warm-up is shorter, so its text is not stored
@@ -160,7 +160,7 @@ class Suffix(Method, method="suffix", tree=lambda options: options.nodes or None
         self._device = target.device
         self._rows: list[_SuffixRow] = []
         self._memory: _AnswerMemory | None = None
-        self._corpus_ids = self._options.corpus_ids(target)
+        self._corpus_ids = corpus_ids(self._options, target)
         if self._options.remember:
             depth = self._options.max_depth
             self._memory = _AnswerMemory.of_models.setdefault(target.embed, {}).setdefault(depth, _AnswerMemory(depth))

@@ -117,8 +117,8 @@ def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: b
     script, fold = assets.text("wait_for_link.js"), assets.text("share_panel.js")
     for racing in wire(visits, starts, {"view": view}, form.parts["stop"], [run, opened, again, repeat], script):
         named(racing.success, visits.offer, inputs, {"row": row, **inputs}, **QUIET)
-    wire_share(share, visits.share, form.inputs, link)
     named(share.click, visits.command, form.inputs, {"command": command}, **QUIET)
+    wire_share(share, visits.share, form.inputs, link)
     share.click(None, None, None, js=fold.replace("FOLD", "toggle"), **QUIET)
     # those of a visitor: values that an event sets arrive later, maybe after Share was pressed
     edits = [part.input for part in form.inputs.values() if not isinstance(part, gr.State)]

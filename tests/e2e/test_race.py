@@ -444,8 +444,9 @@ def test_a_real_model_gives_a_true_sentence_about_itself_and_marks_where_its_lan
         )
         assert re.search(won, sentence)
         assert ("in all with the prompt" in sentence) != ("No clear difference" in sentence)
-        expect(page.locator(".sd-passes").first).to_contain_text("flash attention")  # without it more texts differ
-        words = r"smollm2-135m-instruct-q4_1.gguf.*\d tokens/s.*\d plain tokens.*HuggingFaceTB/SmolLM2-1.7B-Instruct"
+        settings = page.locator(".sd-passes", has_text="flash attention")  # without it more texts differ
+        expect(settings.first).to_be_attached()
+        words = r"SmolLM2 135M · Q4_1.*\d tokens/s.*\d plain tokens.*HuggingFaceTB/SmolLM2-1.7B-Instruct"
         expect(page.locator(".sd-card")).to_contain_text(re.compile(words, re.S))
         assert str(Path(smollm2_gguf).parent) not in page.locator("body").inner_text()
         shown = "all => all.map(e => getComputedStyle(e)).map(s => s.position + s.opacity)"

@@ -22,7 +22,7 @@ def test_from_a_finished_race_to_an_h100(visit):
     wait_for_text(page, "^Finished")
     page.locator(".sd-estimate").click()
     expect(page.get_by_role("tab", name="Other machines")).to_have_attribute("aria-selected", "true")
-    expect(page.locator("#whatif-start input")).to_have_value(re.compile("^Your last run: stories, Draft model"))
+    expect(page.locator("#whatif-start input")).to_have_value(re.compile("^Your last run: stories, Draft 1.3M"))
     expect(page.locator("#machine input")).to_have_value("NVIDIA H100 SXM")
     expect(page.locator("#whatif-k input[type=number]")).to_have_value("4")
     expect(gain(page)).to_have_text(re.compile(r"^\d+\.\d\d×$"))

@@ -370,7 +370,7 @@ def test_a_planted_wrong_token_is_a_bug(files, flash_attention):
 def test_page_of_two_gguf_files(files, monkeypatch):
     monkeypatch.setitem(load_presets(), OWN, None)
     chosen = add_pair(ModelRef(files / "stories.gguf"), ModelRef(files / "stories-draft-wide.gguf"))
-    assert (chosen.title, chosen.chat) == ("stories with stories-draft-wide", False)
+    assert (chosen.title, chosen.chat) == ("stories.gguf with stories-draft-wide.gguf", False)
     values = to_values(chosen)
     assert from_values({**values, "threads": 2, "cache_type": "f16"}).threads == 2
     assert component_props(chosen)["gguf"] == {"visible": True}
