@@ -28,7 +28,7 @@ from specdemo.core.protocol import Budget, Target
 from specdemo.engine.comparison import Lane
 from specdemo.engine.session import Session, environment
 from specdemo.methods import BASELINE, build_drafter, load_drafter
-from specdemo.models.cpu_threads import thread_limit
+from specdemo.models.cpu_threads import step_threads, thread_limit
 from specdemo.models.llamacpp import library
 from specdemo.models.machine import versions
 from specdemo.models.packaged import HUB_ID, SMOLLM2, SMOLLM2_GGUF, cache, fetch_file, local
@@ -192,7 +192,13 @@ def loop(parts: Callable[[Tensor, int], Iterable[list[int]]]) -> Peer:
 
 
 def own(engine: OwnEngine) -> Peer:
-    return loop(lambda prompt, new_tokens: (event.emitted[0] for event in engine.steps(prompt, new_tokens)))
+    answer = loop(lambda prompt, new_tokens: (event.emitted[0] for event in engine.steps(prompt, new_tokens)))
+
+    def run(prompt: Tensor, new_tokens: int) -> list[Part]:
+        with step_threads(engine.target):  # as a session does, else every step sets them
+            return answer(prompt, new_tokens)
+
+    return run
 
 
 def transformers_peer(model: Any, **settings: Any) -> Peer:
