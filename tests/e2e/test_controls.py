@@ -16,6 +16,7 @@ def set_number(page, elem_id, value):
 def choose(page, elem_id, label):
     page.locator(f"#{elem_id} input").click()
     page.get_by_role("listbox").get_by_role("option", name=label, exact=True).click()
+    expect(page.get_by_role("listbox")).to_have_count(0)  # two lists may be open for a moment
 
 
 def drop(field, text):
