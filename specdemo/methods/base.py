@@ -38,10 +38,7 @@ MAX_CORPUS = 200_000  # characters, about 50,000 tokens: a second of work for th
 class LookupOptions(BaseOptions):
     """Options of every method that copies from texts."""
 
-    corpus: str = setting(
-        "",
-        "text to draft from beside the prompt and the output, such as the files to edit or an expected answer",
-    )
+    corpus: str = setting("", "text to draft from too: the files to edit, or an expected answer")
 
     @field_validator("corpus")
     @classmethod
