@@ -15,7 +15,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 FLAGS = ["--no-sandbox", "--disable-gpu"]
 SIZES = {1280: 900, 390: 844}
 PRESET = "embedded-draft"
-WIDTH, HEIGHT, MARGIN = 1280, 760, 7  # page of the animation, which shows the part from the setup to the legend
+WIDTH, HEIGHT, MARGIN = 1280, 800, 7  # page of the animation, which shows the part from the setup to the player
 FRAMES_PER_S, LONGEST_S, HOLD_MS = 12, 20, 3000  # the last frame is held
 QUALITY = 60
 CLOCK = """() => {
@@ -59,9 +59,9 @@ def animation(browser: Browser, address: str) -> None:
     page.goto(f"{address}?preset={PRESET}&__theme=light")
     page.locator(".sd-status", has_text="Recorded").wait_for()
     page.locator(".sd-playback button").last.wait_for()
-    setup, legend = (page.locator(part).bounding_box() for part in ("#prompt-row", ".sd-legend"))
-    assert setup and legend
-    bottom = legend["y"] + legend["height"] + MARGIN
+    setup, player = (page.locator(part).first.bounding_box() for part in (".sd-setup", ".sd-transport"))
+    assert setup and player
+    bottom = player["y"] + player["height"] + MARGIN
     clip: FloatRect = {"x": 0, "y": setup["y"], "width": WIDTH, "height": bottom - setup["y"]}
     page.evaluate(CLOCK)
     page.locator(".sd-playback button").last.click()  # Replay
