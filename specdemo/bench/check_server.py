@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Self
 from specdemo.bench.base import Decoding, Dtype, File, Report, Stop
 from specdemo.bench.prompts import CODE, COPYING, EDITS, PROMPTS, openings, read_questions
 from specdemo.bench.result import Result, Row
+from specdemo.bench.server_requests import IDENTICAL, KINDS, REFUSED, UNSTABLE, ChatServer, check_requests
 from specdemo.core.settings import setting
-from specdemo.core.suggest import DEVICES
+from specdemo.core.suggest import DEVICES, suggest
 from specdemo.core.trace import LaneTrace
 from specdemo.costs.acceptance import solve
 from specdemo.engine.comparison import Model, Server
@@ -29,8 +30,8 @@ LISTED = 30  # longest complete table
 MARGIN = 0.3  # nats; logits of about 20 in bfloat16 are multiples of 0.125
 ALTERNATIVES = 5  # log-probabilities to request; OpenAI's limit
 CONFIDENCE = 0.95
-IDENTICAL, TIE, DIFFERS, UNEXPLAINED = "identical", "near-tie", "differs", "differs, margin unknown"
-LOSSLESS = (IDENTICAL, TIE)
+TIE, DIFFERS, UNEXPLAINED = "near-tie", "differs", "differs, margin unknown"
+LOSSLESS = (IDENTICAL, TIE, REFUSED, UNSTABLE)
 NOT_CHECKED = (
     "Only plain greedy decoding of one request at a time was compared, without penalties, logit bias and grammars."
 )
@@ -95,12 +96,18 @@ class ServerCheck(Decoding):
         MARGIN, "Largest margin of a near-tie, in nats; larger ones are differences.", above=0.0, high=10.0
     )
     new_tokens: int = setting(128, "Output tokens per prompt.", 2, 1024)
+    requests: str = setting(
+        "",
+        "Further requests to compare, separated by commas: tools, json, concurrent, thinking, long, sampled, or all.",
+        metavar="KINDS",
+    )
     dtype: Dtype = setting("auto", "Data type of the local engine.")
     device: str = setting("auto", f"Device of the local engine: {DEVICES}.")
 
     def run(self, report: Report, cancelled: Stop) -> Result:
-        texts = self._texts()
-        sides: list[Side] = [self._reference(), RemoteSide(self.server, self.target, self.served_model, cancelled)]
+        texts, _ = self._texts(), self.kinds
+        checked = RemoteSide(self.server, self.target, self.served_model, cancelled)
+        sides: list[Side] = [self._reference(), checked]
         rows: list[Row] = []
         for number, prompt in enumerate(texts):
             report(number / len(texts), f"prompt {number + 1} of {len(texts)}")
@@ -112,9 +119,26 @@ class ServerCheck(Decoding):
         from specdemo.engine.session import environment  # imports torch
 
         config = self.config(self.target or "unknown") | {"prompts": len(rows)}
-        remark = verdict(rows, self.margin, *(side.name for side in sides))
-        options = [] if all(row["output"] == IDENTICAL for row in rows) else same_bits_options()
-        return Result(self.name, 1, config, environment(sides[0].model), rows, [remark, *options, NOT_CHECKED])
+        remarks = [verdict(rows, self.margin, *(side.name for side in sides))]
+        remarks += [] if all(row["output"] == IDENTICAL for row in rows) else same_bits_options()
+        if not self.kinds:
+            remarks.append(NOT_CHECKED)
+        elif not cancelled():
+            report(0.9, ", ".join(self.kinds))
+            addresses = self.reference or self.server, self.server
+            servers = [ChatServer(address, checked.served, self.new_tokens) for address in addresses]
+            more, to_attach = check_requests(self.kinds, *servers)
+            rows, remarks = [*rows, *more], [*remarks, requests_verdict(more, *map(host, addresses)), *to_attach]
+        return Result(self.name, 1, config, environment(sides[0].model), rows, remarks)
+
+    @property
+    def kinds(self) -> Sequence[str]:
+        """Return the kinds of further requests. Raises ValueError for an unknown one."""
+        names = [name.strip() for name in self.requests.split(",") if name.strip()]
+        for name in names:
+            if name not in (*KINDS, "all"):
+                raise ValueError(f"unknown kind of request {name!r}; {suggest(name, (*KINDS, 'all'))}")
+        return list(KINDS) if "all" in names else names
 
     def _texts(self) -> Sequence[str]:
         """Return the prompts. Raises ValueError with one line if the file has too few."""
@@ -143,10 +167,12 @@ class RemoteSide:
         self.name = host(server)
         self._server, self._target, self._model, self._cancelled = server, ModelRef(target or ""), model, cancelled
         self._forms: Sequence[Form] = ("completions", "chat/completions")
+        self.served = model or ""  # name of the model there, known after an answer
 
     def answer(self, prompt: str, tokens: int) -> GreedyAnswer:
         """Return the greedy answer. Raises ValueError with one line."""
         lane = self._request(prompt, tokens, self._forms)
+        self.served = lane.trace.service.model
         if lane.trace.service.endpoint == "/v1/chat/completions":
             self._forms = ("chat/completions",)
         return GreedyAnswer.without_leading_space(lane.trace.pieces, lane.trace.finish, lane.trace.token_ids)
@@ -326,6 +352,15 @@ def verdict(rows: Sequence[Row], most: float, reference: str, server: str) -> st
     same = f"{count - len(ties)} of {count} texts are identical"
     facts = "; ".join(filter(None, (same, rounding, interval)))
     return f"No difference found between {reference} and {server}: {facts}."
+
+
+def requests_verdict(rows: Sequence[Row], reference: str, server: str) -> str:
+    """Return the result of further requests as a sentence."""
+    wrong = [row for row in rows if row["output"] not in LOSSLESS]
+    if not wrong:
+        return f"No difference found in {len(rows)} further requests to {server}, compared with {reference}."
+    kinds = ", ".join(dict.fromkeys(str(row["prompt"]).partition(":")[0] for row in wrong))
+    return f"{len(wrong)} of {len(rows)} further requests to {server} differ from {reference} ({kinds})."
 
 
 def share_interval(hits: int, count: int) -> tuple[float, float]:

@@ -41,6 +41,7 @@ POLL_S = 0.05  # how often a lane checks whether it was stopped
 # not the prompt of the run, which the server would then have in its prefix cache
 WARM_UP = "Count to ten: one, two, three,"
 WARM_UP_TOKENS = 8
+INTERNAL_ERROR = 500  # llama-cpp-python's server reports so what it does not accept
 
 Form = Literal["completions", "chat/completions"]
 Text = str | list[dict[str, str]]  # text, or messages with role and content
@@ -214,7 +215,7 @@ class RemoteLane:
             try:
                 await self._patience.answer(partial(self._try_form, http, form, standard))
             except StatusError as error:
-                if error.patience_s:
+                if error.patience_s and error.status != INTERNAL_ERROR:
                     raise
                 refusal = refusal or error
                 continue
