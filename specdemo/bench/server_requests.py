@@ -14,6 +14,7 @@ from typing import Any
 
 from specdemo.bench.prompts import COPYING
 from specdemo.bench.result import Row
+from specdemo.core.atomic_io import json_text
 from specdemo.servers.client import DONE, Client, Patience, StatusError, connect
 from specdemo.servers.lane import KEY
 
@@ -159,7 +160,7 @@ def check_requests(names: Sequence[str], reference: ChatServer, server: ChatServ
         kind_rows, body = asyncio.run(_limited(check(name, KINDS[name], reference, server)))
         rows += kind_rows
         if body is not None:
-            text = json.dumps(body, ensure_ascii=False)
+            text = json_text(body, ensure_ascii=False)
             remarks.append(
                 f"To report the difference of {name}, attach: curl {server.address}{PATH} -d '{text[:2000]}'"
             )
