@@ -82,6 +82,9 @@ HIDDEN = {"hidden": not CHECKOUT}
 Work = Callable[..., object]
 GPUS = setting(1, "Number of GPUs per server.", 1, 1024)
 COMMAND = setting(None, "Path of the engine's program, if it is not on PATH.")
+OPTION = setting(
+    None, "Method option, as listed by `methods`; repeatable. @PATH reads a file or folder.", metavar="NAME=VALUE"
+)
 
 
 def _argument(metavar: str | None, help: str, default: object = ..., **command: object) -> Any:
@@ -157,11 +160,7 @@ OF_RUN = {
 def run(
     preset_id: str | None = _preset_argument(None),
     prompt_file: Path | None = setting(None, "Read the prompt from this UTF-8 file."),
-    option: list[str] | None = setting(
-        None,
-        "Method option, as listed by `methods`; repeatable. @PATH reads a text from a file or folder.",
-        metavar="NAME=VALUE",
-    ),
+    option: list[str] | None = OPTION,
     acceptance_option: list[str] | None = setting(
         None, "Option of the acceptance rule, as listed by `methods`; repeatable.", metavar="NAME=VALUE"
     ),
@@ -476,12 +475,14 @@ def presets(as_json: bool = AS_JSON) -> None:
 def serve_command(
     preset_id: str = _preset_argument(),
     engine: str = setting(DEFAULT_ENGINE, f"{engine_names()}.", flag="--for"),
+    option: list[str] | None = OPTION,
     gpus: int = GPUS,
 ) -> None:
     """Print the commands that start servers. Prints one per lane of a preset; race them with `run --server`."""
     from specdemo.presets.serve import serve_commands
 
-    print("\n".join(serve_commands(preset(preset_id), engine, gpus)))
+    changes = {"options": options} if (options := _options(option)) else {}
+    print("\n".join(serve_commands(comparison(preset_id, changes), engine, gpus)))
 
 
 @_command()

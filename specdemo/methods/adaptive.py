@@ -28,7 +28,8 @@ from specdemo.core.tree import Draft
 from specdemo.costs.acceptance import expected_tokens
 from specdemo.costs.lengths import best_length
 from specdemo.costs.step import predicted_speedup
-from specdemo.methods import BaseOptions, load_drafter, setting, wrappable
+from specdemo.methods import load_drafter, setting, wrappable
+from specdemo.methods.base import LookupOptions
 from specdemo.methods.measurements import (
     DECAY,
     MEASUREMENTS,
@@ -183,7 +184,7 @@ class Goodput:
         return k
 
 
-class AdaptiveOptions(BaseOptions):
+class AdaptiveOptions(LookupOptions):
     drafter: str = setting("draft_model", "the method whose draft length is chosen", choices=wrappable("adaptive"))
 
 
@@ -196,7 +197,7 @@ class Adaptive(Wrapper, method="adaptive"):
 
     def __init__(self, target: Target, model: object = None, options: AdaptiveOptions | None = None) -> None:
         options = options or self.Options()
-        super().__init__(load_drafter(options.drafter, target, model))
+        super().__init__(load_drafter(options.drafter, target, model, **options.of_lookup))
         self._lookup = LookupAcceptance() if self.drafters[0].looks_up else None
         self.policy = Goodput(target.pass_ms, self._lookup)
         self._device = target.device

@@ -36,7 +36,7 @@ MAX_CORPUS = 200_000  # characters, about 50,000 tokens: a second of work for th
 
 
 class LookupOptions(BaseOptions):
-    """Options of every method that copies from texts."""
+    """Options of every method that copies from texts, itself or by the lookup that it wraps."""
 
     corpus: str = setting("", "text to draft from too: the files to edit, or an expected answer")
 
@@ -47,6 +47,11 @@ class LookupOptions(BaseOptions):
             raise ValueError(f"the corpus has {len(text):,} characters, the limit is {MAX_CORPUS:,}; give fewer files")
         return text
 
+    @property
+    def of_lookup(self) -> dict[str, str]:
+        """Return the options that a wrapper passes on to its lookup; a method that takes none refuses a corpus."""
+        return {"corpus": self.corpus} if self.corpus else {}
+
 
 def corpus_ids(options: object, target: Target) -> list[int]:
     """Return the token ids of the corpus; none for options without one. Raises ValueError for a target without a
@@ -56,8 +61,7 @@ def corpus_ids(options: object, target: Target) -> list[int]:
         return []
     if target.tokenizer is None:
         raise ValueError(f"{target.name} has no tokenizer, which a corpus needs; leave the corpus out")
-    ids: list[int] = target.tokenizer(corpus, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids
+    return [*target.tokenizer(corpus, add_special_tokens=False, verbose=False)["input_ids"]]
 
 
 class Method(Drafter):

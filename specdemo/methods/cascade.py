@@ -21,7 +21,7 @@ from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling, to_probs
 from specdemo.core.tree import ABSENT, Draft, chain_parents, first_branch, is_chain
 from specdemo.methods import load_drafter, setting, wrappable
-from specdemo.methods.base import DraftOptions
+from specdemo.methods.base import DraftOptions, LookupOptions
 from specdemo.methods.draft_model import MAX_CATCH_UP, DraftModel
 from specdemo.methods.heads.sampler import ChainBuilder
 from specdemo.methods.wrapper import Wrapper
@@ -29,7 +29,7 @@ from specdemo.models.checkpoints import Checkpoint
 from specdemo.models.shared import graph_target
 
 
-class CascadeOptions(DraftOptions):
+class CascadeOptions(DraftOptions, LookupOptions):
     inner: str = setting("ngram", "the method that drafts for the draft model", choices=wrappable("cascade"))
     inner_model: str = setting("", "its model or head, if it needs one: a name, folder or hub id")
 
@@ -44,7 +44,7 @@ class Cascade(DraftModel, method="cascade"):
     def __init__(self, target: Target, model: object, options: CascadeOptions | None = None) -> None:
         options = options or self.Options()
         super().__init__(target, model)
-        self._inner = Wrapper(load_drafter(options.inner, target, options.inner_model or None))
+        self._inner = Wrapper(load_drafter(options.inner, target, options.inner_model or None, **options.of_lookup))
         self.parts = (self.model, self._inner)
         self.note = "; ".join(filter(None, (self.note, self._inner.note)))
         self.taps = self._inner.taps

@@ -18,7 +18,8 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft
 from specdemo.costs.acceptance import expected_tokens
 from specdemo.costs.lengths import best_length
-from specdemo.methods import BaseOptions, load_drafter, setting, wrappable
+from specdemo.methods import load_drafter, setting, wrappable
+from specdemo.methods.base import LookupOptions
 from specdemo.methods.measurements import DECAY, LatencyTable, LookupAcceptance, StepOutcome
 from specdemo.methods.wrapper import Choice, Wrapper
 
@@ -26,7 +27,7 @@ FIRST_STEPS = 3  # of the other drafter, before the two are compared; until then
 DRAFTER, LOOKUP = range(2)
 
 
-class GatedOptions(BaseOptions):
+class GatedOptions(LookupOptions):
     drafter: str = setting(
         "draft_model", "the method that drafts where the lookup does not", choices=wrappable("gated")
     )
@@ -41,7 +42,8 @@ class Gated(Wrapper, method="gated"):
 
     def __init__(self, target: Target, model: object = None, options: GatedOptions | None = None) -> None:
         options = options or self.Options()
-        super().__init__(load_drafter(options.drafter, target, model), load_drafter(options.lookup, target))
+        lookup = load_drafter(options.lookup, target, **options.of_lookup)
+        super().__init__(load_drafter(options.drafter, target, model), lookup)
         self._curve, self._most = target.pass_ms, options.length
 
     def start(self, batch: int, sampling: Sampling, rng: Generator) -> None:

@@ -83,6 +83,26 @@ def test_an_expected_answer_is_drafted_and_the_text_stays_that_of_plain_decoding
     assert accepted(events) >= 25
 
 
+@pytest.mark.parametrize("lookup", ["ngram", "suffix"])
+@pytest.mark.parametrize(
+    ("name", "options", "place"),
+    [("adaptive", ["drafter"], 0), ("gated", ["drafter", "lookup"], 1), ("cascade", ["inner"], 0)],
+)
+def test_a_wrapper_passes_the_corpus_on_to_its_lookup(lookup, name, options, place):
+    target = with_tokenizer(HFTarget(build("llama")))
+    model = HFTarget(build("llama")) if name == "cascade" else None
+    wrapper = load_drafter(name, target, model, corpus="9 2 3 5 6 7", **dict.fromkeys(options, lookup))
+    inner = (wrapper.parts[1] if name == "cascade" else wrapper).drafters[place]
+    inner.start(1, Sampling(), torch.Generator())
+    inner.observe(Progress(torch.tensor([[1, 2]]), torch.tensor([[2, 3]]), [2]))
+    assert inner.propose(Budget(2, 2)).tokens[0].tolist() == [5, 6]
+
+
+def test_a_wrapper_around_a_draft_model_takes_no_corpus():
+    with pytest.raises(ValueError, match="unknown option 'corpus' of method 'draft_model'"):
+        load_drafter("adaptive", with_tokenizer(ToyTarget(64)), ToyTarget(64), corpus="9 2 3")
+
+
 @pytest.mark.parametrize("name", ["ngram", "suffix"])
 def test_a_corpus_is_limited_and_needs_a_tokenizer(name):
     with pytest.raises(ValueError, match="the corpus has 200,001 characters, the limit is 200,000; give fewer files"):

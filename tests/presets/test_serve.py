@@ -113,6 +113,27 @@ def test_sglang_counts_the_root_as_a_token_to_verify(settings, flags):
     assert {name: after(words, f"--speculative-{name}") for name in flags} == flags
 
 
+def test_a_corpus_is_a_file_of_sglang_and_of_no_other_engine(tmp_path, capsys):
+    (tmp_path / "code.py").write_text("def f(): ...")
+    given = ["serve-command", "two-servers", "--option", f"corpus=@{tmp_path}"]
+    assert main(["serve-command", "two-servers", "--for", "sglang"]) == 0 and "corpus" not in capsys.readouterr().out
+    given[1] = "embedded-ngram"
+    assert main([*given, "--for", "sglang"]) == 0
+    *_, note, drafting, _, _ = capsys.readouterr().out.splitlines()
+    words = shlex.split(drafting)
+    assert note == "# lane 1: ngram; first jq -Rs . FILE > corpus.jsonl"
+    assert after(words, "--speculative-ngram-external-corpus-path") == "corpus.jsonl"
+    # srt/arg_groups/speculative_hook.py: above 0, and at most the draft tokens without the root
+    assert (
+        0
+        < int(after(words, "--speculative-ngram-external-sam-budget"))
+        < int(after(words, "--speculative-num-draft-tokens"))
+    )
+    for engine in ("vllm", "llama-server"):
+        refused = command(engine, method="ngram", options={"corpus": "def f(): ..."})
+        assert refused.endswith("drafts from no corpus; leave the option out")
+
+
 def test_a_method_that_vllm_removed_names_the_last_version_with_it():
     lines = serve_commands(lane(method="medusa", model="some/heads"), "vllm")
     assert "# lane 1: medusa; needs vLLM before 0.33, which removed medusa" in lines

@@ -84,7 +84,7 @@ def test_a_file_of_this_machine_that_is_typed_may_race_and_other_files_are_no_mo
 
 
 def test_wrapped_method_decides_whether_a_model_is_shown():
-    lane, drafter = {"target": "stories", "method": "adaptive", "options": {}}, method_options("adaptive")[0]
+    lane, (_, drafter) = {"target": "stories", "method": "adaptive", "options": {}}, method_options("adaptive")
     assert (drafter.name, drafter.default) == ("drafter", "draft_model")
     changed = controls._set(drafter, None, lane | {"value": "ngram"})
     assert changed["options"] == {"drafter": "ngram"} and changed["model"]["visible"] is False

@@ -86,6 +86,7 @@ class ServingEngine(ReportingEngine):
     methods: ClassVar[Mapping[str, EngineArgs]] = {}  # method -> its flags; other packages declare `Method.serves`
     unsupported: ClassVar[str] = ""  # reason for all other methods; "": the engine does not support them
     p_min: ClassVar[str] = ""  # flag for the least probability of a draft token; "": none
+    corpus: ClassVar[str] = ""  # flag for a file that lookups draft from too; "": none
     parallel: ClassVar[str] = ""  # flag for the number of GPUs; "": specdemo starts the engine on the CPU
     same_bits: ClassVar[str] = ""  # the option for the same bits whatever else a pass computes, and what it gives
     quantization: ClassVar[Mapping[str, Flags]] = {}  # kinds of quantization while loading, and their flags
@@ -140,6 +141,8 @@ class ServingEngine(ReportingEngine):
         if flags is None:
             raise UnsupportedByEngine(self.unsupported or f"{self.title} does not support this method")
         model = config.model.location if config.model else None
+        if config.options.get("corpus") and not self.corpus:
+            raise UnsupportedByEngine(f"{self.title} drafts from no corpus; leave the option out")
         if least := config.options.get("p_min"):
             if not self.p_min:
                 raise UnsupportedByEngine(f"{self.title} does not end drafts by probability; set p_min to 0")

@@ -30,6 +30,8 @@ from specdemo.servers.engines.base import (
 )
 
 ALGORITHM = "--speculative-algorithm"
+CORPUS, BUDGET = "--speculative-ngram-external-corpus-path", "--speculative-ngram-external-sam-budget"
+CORPUS_FILE = "corpus.jsonl"
 RATE, LENGTH, TOKENS, PASSES = (
     f"sglang:{name}" for name in ("spec_accept_rate", "spec_accept_length", "generation_tokens", "spec_verify_calls")
 )
@@ -56,7 +58,9 @@ def chain(algorithm: str) -> EngineArgs:
 
 
 def _ngram(model: str | None, k: int, options: MethodOptions) -> Flags:
-    return speculative_flags("NGRAM", num_draft_tokens=k + 1)
+    flags = speculative_flags("NGRAM", num_draft_tokens=k + 1)
+    # its file has a text per line, as a JSON string; the budget, tokens of a draft from it, is 0 by default: none
+    return [*flags, CORPUS, CORPUS_FILE, BUDGET, str((k + 1) // 2)] if options["corpus"] else flags
 
 
 def _eagle(model: str | None, k: int, options: MethodOptions) -> Flags:
@@ -98,6 +102,7 @@ class SGLang(ServingEngine):
         "dflash": _dflash,
         "gemma4_assistant": chain("NEXTN"),  # SGLang switches to FROZEN_KV_MTP for an assistant
     }
+    corpus = CORPUS
     parallel = "--tp-size"
     full_draft_cache = "--speculative-draft-kv-cache-dtype bfloat16"
     # docs/advanced_features/deterministic_inference; pull request 11789
@@ -114,6 +119,9 @@ class SGLang(ServingEngine):
         python = shutil.which(self.program)
         look = "import sys; from importlib.util import find_spec; sys.exit(find_spec('sglang') is None)"
         return python is not None and run([python, "-c", look], capture_output=True).returncode == 0
+
+    def note(self, config: ServerConfig) -> str:
+        return f"first jq -Rs . FILE > {CORPUS_FILE}" if config.options.get("corpus") else ""
 
     def start(self, config: ServerConfig) -> Flags:
         path, flags = target_flags(config, self.quantization)
