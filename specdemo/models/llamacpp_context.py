@@ -115,7 +115,7 @@ class LlamaCppContext:
         self._handle, _ = open_context(handle, model.settings, cells, sequences, rollback, layer is not None)
         if not self._handle:
             raise ValueError(f"llama.cpp cannot allocate a context of {cells} tokens; use a shorter context")
-        weakref.finalize(self, _free, llama, self._handle, layer or model)
+        self._memory_owner = weakref.finalize(self, _free, llama, self._handle, layer or model)
         self._memory = llama.llama_get_memory(self._handle)
         self._inputs = _InputBuffers(llama, sequences, model.hidden_size if layer else 0)
         self._logits = OutputBuffer(model.vocab_size)
@@ -271,7 +271,8 @@ class LlamaCppContext:
 
     def clear(self) -> None:
         """Remove all cells."""
-        self._llama.llama_memory_clear(self._memory, False)
+        if self._memory_owner.alive:  # else Python exits while a generator is open, and the memory is free already
+            self._llama.llama_memory_clear(self._memory, False)
 
 
 def _joined(parts: Sequence[Outputs], taps: Taps) -> dict[int, Values]:

@@ -3,6 +3,8 @@
 import ctypes
 import re
 import signal
+import subprocess
+import sys
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
@@ -39,6 +41,7 @@ from specdemo.ui.controls import component_props
 from specdemo.ui.setup import from_values, to_values
 from tests.generation import output
 from tests.gguf_export import GGUFVocab, write_gguf
+from tests.processes import ROOT
 
 CPU = torch.device("cpu")
 TEXTS = [
@@ -632,3 +635,16 @@ def test_quantised_weights(quantisation, file_type, files, tmp_path):
     assert trace.environment["dtype"] == quantisation
     assert "f16 KV cache" in trace.environment["kernels"] and trace.lanes[1].summary["accepted"] > 0
     assert trace.comparison[0]["identical"] is True
+
+
+def test_a_script_that_leaves_a_generator_open_ends_without_a_crash(files):
+    script = (
+        "import specdemo, sys, torch\n"
+        "target = specdemo.load_target(sys.argv[1])\n"
+        "drafter, prompt = specdemo.load_drafter('none', target), torch.tensor([[1, 2]])\n"
+        "steps = specdemo.generate(target, drafter, prompt, specdemo.GenerationConfig(8))\n"
+        "print(next(steps).index, next(steps).index)\n"
+    )
+    command = [sys.executable, "-c", script, str(files / "stories.gguf")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "0 1\n"), done.stderr
