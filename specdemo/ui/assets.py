@@ -28,6 +28,7 @@ LOADER = """fetch("scripts/NAME").then((answer) => answer.text())
   .catch(() => element.append("This tab could not be loaded. Reload the page."));"""
 
 CARD = re.compile(rb'\s*<meta\s+(?:property|name)="(?:og|twitter):[^>]*>')  # Gradio's own preview card
+LATER = re.compile(rb"<script.*?</script>", re.DOTALL)
 PAGE, SMALL = "text/html", 1000  # bytes that are not worth compressing
 QUALITY = {PAGE: 9, "application/json": 5}  # of brotli; a page is sent once per visit
 FOREVER = "max-age=31536000, immutable"
@@ -100,9 +101,15 @@ def view(skeleton: str, *scripts: str, elem_id: str, value: str = "", later: boo
 
 
 def carded(page: bytes) -> bytes:
-    """Return the page with this project's preview card instead of Gradio's, and with its first style."""
-    card = text("card.html").replace("@title", TITLE)
-    return CARD.sub(b"", page).replace(b"</head>", f"{card}<style>{text('loading.css')}</style></head>".encode(), 1)
+    """Return the page with this project's preview card instead of Gradio's, and with its first style and a skeleton
+    that the browser paints before Gradio's scripts, 0.5 MB, which move behind it.
+    """
+    head, end, body = CARD.sub(b"", page).partition(b"</head>")
+    card = f"{text('card.html').replace('@title', TITLE)}<style>{text('loading.css')}</style>"
+    skeleton = text("skeleton.html").replace("@title", text("title.html").replace("h1>", "b>"))
+    start, close, rest = body.partition(b"</body>")
+    later = [skeleton.encode(), *LATER.findall(head)]
+    return b"".join([LATER.sub(b"", head), card.encode(), end, start, *later, close, rest])
 
 
 def whole(scope: Scope, send: Send) -> Send:
