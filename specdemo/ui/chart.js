@@ -79,20 +79,23 @@ function legend(named, filled) {
   return make("p", "sd-chart-legend", ...named.map((one) => make("span", "", svg("svg", box, sample(one)), make("span", "sd-chart-name", one.name))));
 }
 
-function barChart(picture, { width, height }, { bars, series = 1 }) {
-  const [each, most] = [width / bars.length, Math.max(...bars, 1)];
+// Draws vertical bars, with their numbers where there is room, and returns what the pointer shows.
+function barChart(picture, { width, height }, options) {
+  const { bars, series = 1, first = 0, unit, high } = options;
+  const [each, top] = [width / bars.length, high ?? Math.max(...bars, 1)];
   const room = height - 42;
-  bars.forEach((count, i) => {
-    const tall = (room * count) / most;
+  const values = bars.map((value) => withUnit(value, options));
+  const every = Math.ceil((widest([String(bars.length)]) + 6) / each); // of the names below the bars
+  const valued = widest(values) < each;
+  return bars.map((value, i) => {
+    const tall = (room * (value ?? 0)) / top;
     const thick = Math.min(0.62 * each, 46);
     const middle = (i + 0.5) * each;
-    picture.append(
-      svg("rect", { x: middle - thick / 2, y: 20 + room - tall, width: thick, height: Math.max(tall, 1), rx: 2, "data-series": series }),
-      svg("text", { x: middle, y: 14 + room - tall, "text-anchor": "middle", class: "sd-count" }, String(count)),
-      svg("text", { x: middle, y: height - 6, "text-anchor": "middle" }, String(i))
-    );
+    picture.append(svg("rect", { x: middle - thick / 2, y: 20 + room - tall, width: thick, height: Math.max(tall, 1), rx: 2, "data-series": series }));
+    if (valued) picture.append(svg("text", { x: middle, y: 14 + room - tall, "text-anchor": "middle", class: "sd-count" }, values[i]));
+    if (i % every === 0) picture.append(svg("text", { x: middle, y: height - 6, "text-anchor": "middle" }, String(i + first)));
+    return { x: middle, y: 20 + room - tall, line: 0, title: `${unit}: ${i + first}`, rows: [values[i]] };
   });
-  return [];
 }
 
 // Draws one row per bar, or per group if stacked, and returns what the pointer shows.

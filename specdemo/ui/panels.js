@@ -33,25 +33,25 @@ function drawThroughput() {
   plot($("#chart"), { lines, unit: "seconds of device time", label, wide: player.span / 1000 || 1, direct: true });
 }
 
+// Draws the histogram of accepted tokens and the acceptance rate by position, or the reason why there is none. A server may report only rates.
 function drawHistogram() {
   const lane = run.lanes[run.focus];
   const n = numbers(lane);
-  const rates = n.accept_by_position || [];
-  const list = rates.map((rate, i) => unbroken(`${i + 1}:\u00a0${percent(rate)}`)).join("  ");
-  const box = $(".sd-histogram");
-  if (lane.timing === "requests" && !n.accept_histogram?.length) {
-    const reported = rates.length ? [`Acceptance rate at position ${list}, reported by its server. ${lane.remote.source}.`] : [];
-    return paragraphs(box, ["The accepted tokens per step are unknown.", ...reported]);
-  }
-  if (!lane.index) return paragraphs(box, ["The baseline has no drafter."]);
-  if (!n.drafted) return paragraphs(box, [`Nothing was drafted${run.done ? "" : " yet"}.`]);
-  if (!$(".sd-accepted-chart")) box.replaceChildren(make("div", "sd-accepted-chart"), make("p", "sd-small sd-rates"));
-  $(".sd-rates").textContent = `Acceptance rate at position ${list}${lane.timing === "requests" && !stepsKnown(lane) ? `. ${lane.remote.source}` : ""}`;
-  const label = n.accept_histogram.map((count, accepted) => `${count} steps accepted ${accepted}`).join(", ");
-  plot($(".sd-accepted-chart"), { bars: n.accept_histogram, label, series: lane.index });
+  const remote = lane.timing === "requests";
+  const drafted = lane.index && (remote || n.drafted);
+  const [counts, rates] = [n.accept_histogram, n.accept_by_position].map((list) => (drafted && list) || []);
+  const unknown = remote && !counts.length && "The accepted tokens per step are unknown.";
+  $(".sd-undrafted").textContent = unknown || (!lane.index ? "The baseline has no drafter." : drafted ? "" : `Nothing was drafted${run.done ? "" : " yet"}.`);
+  drawBarsOf(".sd-histogram", { bars: counts, label: counts.map((count, accepted) => `${count} steps accepted ${accepted}`).join(", "), unit: "accepted draft tokens", series: lane.index });
+  const list = rates.map((rate, i) => `position ${i + 1}: ${percent(rate)}`).join(", ");
+  drawBarsOf(".sd-rates", { bars: rates, label: `Acceptance rate, ${list}`, unit: "position in the draft", first: 1, high: 1, percentage: true, series: lane.index });
+  $(".sd-source").textContent = remote && !stepsKnown(lane) ? `${lane.remote.source}.` : "";
 }
 
-const paragraphs = (box, texts) => box.replaceChildren(...texts.map((text) => make("p", "sd-small", text)));
+function drawBarsOf(figure, options) {
+  $(figure).hidden = !options.bars.length;
+  if (options.bars.length) plot($(`${figure} div`), options);
+}
 
 function drawLaneTabs() {
   const tabs = run.lanes.slice(1).map((lane) => {

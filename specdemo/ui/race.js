@@ -336,7 +336,7 @@ function showRun(replayed) {
     lane.bar = raceBar(lane);
     if (lane.note) laneNote(lane, lane.note);
   }
-  for (const panel of [".sd-ribbons", ".sd-histogram", ".sd-drafter-charts"]) $(panel).replaceChildren();
+  for (const panel of [".sd-ribbons", ".sd-drafter-charts"]) $(panel).replaceChildren();
   Object.assign(run, { selected: null, focus: Math.min(1, run.lanes.length - 1), panels: 0, painted: 0, done: false });
   badge();
   hideRejected();

@@ -86,6 +86,25 @@ test("ticks are at the measured places, and the axis begins at the first", () =>
   assert.ok(first === 46 && Math.abs(middle - first - (last - middle)) < 0.2);
 });
 
+const textAt = (box, clientX, clientY) => {
+  box.children.at(-1).listeners.pointermove({ clientX, clientY });
+  return box.children.at(-1).children.map(({ textContent }) => textContent);
+};
+
+test("vertical bars have numbers where there is room, and always under the pointer", () => {
+  const rates = { bars: [0.5, null, 1], first: 1, high: 1, percentage: true, unit: "position" };
+  const rects = (options, width) => drawn(options, width).filter(({ tag }) => tag === "rect").map(({ attributes }) => attributes);
+  const [half, none, whole] = rects(rates).map(({ height }) => height);
+  assert.ok(Math.abs(whole - 2 * half) < 0.1 && none === 1);
+  assert.deepEqual(ofClass(drawn(rates), "sd-count").map(({ textContent }) => textContent), ["50 %", "–", "100 %"]);
+  assert.deepEqual(textAt(boxOf(rates), 68, 100), ["position: 1", "50 %"]);
+  const many = { bars: Array(40).fill(0.5), first: 1, percentage: true, unit: "position" };
+  assert.equal(ofClass(drawn(many), "sd-count").length, 0);
+  const names = drawn(many).filter(({ tag }) => tag === "text").map(({ textContent }) => textContent);
+  assert.ok(names.length < 22 && names[0] === "1");
+  assert.deepEqual(textAt(boxOf(many), 395, 100), ["position: 40", "50 %"]);
+});
+
 const bar = (value, more = {}) => ({ value, low: value - 0.1, high: value + 0.1, series: 1, ...more });
 const groups = [{ name: "fast", bars: [bar(2, { predicted: 1.9 })] }, { name: "slow", bars: [bar(1)] }];
 
@@ -104,11 +123,6 @@ test("stacked bars follow one another in one row", () => {
   const [draft, verify] = parts.filter(({ tag }) => tag === "rect").map(({ attributes }) => attributes);
   assert.ok(draft.y === verify.y && Math.abs(draft.x + draft.width - verify.x) < 0.2);
 });
-
-const textAt = (box, clientX, clientY) => {
-  box.children.at(-1).listeners.pointermove({ clientX, clientY });
-  return box.children.at(-1).children.map(({ textContent }) => textContent);
-};
 
 test("the pointer shows the value and the interval of every line at its place, as text", () => {
   const names = ["<b>wide</b>", "deep"];

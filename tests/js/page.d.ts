@@ -81,7 +81,8 @@ interface Bar {
 interface Chart {
   label: string; // description for screen readers
   lines?: Curve[];
-  bars?: number[]; // heights of vertical bars at 0, 1, 2, ...
+  bars?: (number | null)[]; // heights of vertical bars at `first`, `first` + 1, ...
+  first?: number; // default: 0
   groups?: { name: string; bars: Bar[] }[]; // horizontal bars
   stacked?: boolean; // the bars of a group follow one another
   dots?: { x: number; y: number; name: string }[];
