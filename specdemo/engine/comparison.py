@@ -27,6 +27,7 @@ from specdemo.methods import (
     model_method,
     parse_options,
 )
+from specdemo.methods.facts import POLICIES, SHORT
 from specdemo.models.ref import ModelRef
 from specdemo.servers.address import address, host
 
@@ -131,14 +132,14 @@ class Lane(Settings):
 
     @property
     def title(self) -> str:
-        """Return the method in words: `Draft 0.5B`, `EAGLE`, `Adaptive length (Prompt lookup)`; on a server also the
-        draft length and the server."""
+        """Return the method in words: `Draft 0.5B`, `EAGLE`, `Adaptive lookup`; on a server also the draft length and
+        the server."""
         drafter = model_method(self.method, self.options)
-        words = facts_of(drafter).title
-        if drafter == "draft_model" and self.model and self.model.size:
-            words = f"Draft {self.model.size}"
+        size = f" {self.model.size}" if drafter == "draft_model" and self.model and self.model.size else ""
+        words = f"Draft{size}" if size else facts_of(drafter).title
         if drafter != self.method:
-            words = f"{facts_of(self.method).title} ({words})"
+            title, alone = facts_of(self.method).title, drafter == BASELINE or self.method not in POLICIES
+            words = title if alone else f"{POLICIES[self.method]} {SHORT.get(drafter, words)}{size}"
         on_server = f"{f', k = {self.k}' if self.k else ''} on {host(self.server)}" if self.server else ""
         return words + on_server
 

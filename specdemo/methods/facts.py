@@ -69,6 +69,9 @@ FACTS = {
     "gated": Facts("gated:Gated", "Gated lookup"),
     "synthetic": Facts("synthetic:Synthetic", "Synthetic acceptance"),
 }
+# Short forms in the names of lanes with a policy, such as `Adaptive lookup`: of policies, and of drafters.
+POLICIES = {"adaptive": "Adaptive", "online": "Online", "synthetic": "Synthetic"}
+SHORT = {"draft_model": "draft", "ngram": "lookup", "suffix": "suffix", "mtp": "MTP", "lookahead": "lookahead"}
 PREDICTED = {name: facts for name, facts in FACTS.items() if facts.cost}
 
 

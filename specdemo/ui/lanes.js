@@ -10,8 +10,8 @@ const lossy = (lane) => (lane.exact === false ? [make("em", "sd-lossy", "lossy")
 // The server reports its model with its first answer.
 const remoteLabel = ({ server, model }, known = false) => `remote: ${model ? `${model} at ` : ""}${server}${known ? "" : ", draft tokens unknown"}`;
 
-// Returns the full name of the lane's model: of the baseline, the target.
-const fullName = (lane) => (lane.index ? lane.options?.model : run.start.target) ?? "";
+// Returns the full names of the lane's method and model: of the baseline, the target. A server's model is what it is meant to run.
+const fullName = ({ details = [], options }) => details.filter(([name]) => name === "Method" || name === "Model").map(([, text]) => text).join(", ") || (options?.model ?? "");
 
 // Returns whether the server reported which tokens were drafted.
 const stepsKnown = (lane) => lane.steps.every((line) => line.path.length);

@@ -14,8 +14,8 @@ from specdemo.core.rules import draws_by_position
 from specdemo.core.trace import LaneTrace, RunTrace, whole_requests
 from specdemo.costs.passes import SAME_BITS, curve_of, pass_ratio, pass_rows
 from specdemo.engine.messages import Finished, LaneDone, Note, Restarted, RunMessage, RunStage, Started, StepRow
-from specdemo.methods import MODEL_OPTIONS
-from specdemo.methods.facts import PREDICTED
+from specdemo.methods import BASELINE, MODEL_OPTIONS
+from specdemo.methods.facts import FACTS, PREDICTED
 from specdemo.models.ref import ModelRef
 from specdemo.presets.drafters import RULES, UNKNOWN, drafts_for
 from specdemo.presets.files import load_presets
@@ -119,15 +119,17 @@ def _start(trace: RunTrace) -> dict[str, object]:
 
 
 def _details(trace: RunTrace, lane: LaneTrace) -> list[tuple[str, str]]:
-    """Return facts about a lane: the full name of its model, its draft length, its random numbers, and how the target's
-    passes run. Of a server they are unknown."""
+    """Return facts about a lane: the full names of its method and its model, its draft length, its random numbers, and
+    how the target's passes run. Of a server they are unknown."""
     if lane.timing == "requests":
         return []
     rows = pass_rows(trace.environment)
     if "k" in lane.defaults:
         rows.insert(0, ("Draft length", f"{lane.options.get('k')}, chosen from the costs of passes"))
     model = trace.config.get("target") if lane is trace.lanes[0] else lane.options.get("model")
-    rows = [("Model", str(model)), *rows] if model else rows
+    methods = [name for name in (lane.method, lane.options.get("drafter")) if name in FACTS and name != BASELINE]
+    named = {"Method": " with ".join(FACTS[name].title for name in methods), "Model": str(model or "")}
+    rows = [*((name, text) for name, text in named.items() if text), *rows]
     if draws_by_position(lane.options) and trace.config.get("temperature"):
         rows.append(("Sampling", "a token's random numbers depend on seed and position only, so lanes write one text"))
     return rows

@@ -3,7 +3,7 @@ import { test } from "node:test";
 import { load } from "./load.js";
 
 const document = { createElement: (tag) => ({ tag, dataset: {}, append() {} }) };
-const { laneOptions, remoteLabel, rejectedDraft, CODE } = load(["helpers", "tree", "lanes"], "laneOptions, remoteLabel, rejectedDraft, CODE", { document });
+const { fullName, laneOptions, remoteLabel, rejectedDraft, CODE } = load(["helpers", "tree", "lanes"], "fullName, laneOptions, remoteLabel, rejectedDraft, CODE", { document });
 
 test("a lane's header lists the options that were set, not the defaults", () => {
   const options = { k: 12, model: "stories", max_depth: 24, nodes: 0, remember: true };
@@ -11,6 +11,13 @@ test("a lane's header lists the options that were set, not the defaults", () => 
   assert.equal(laneOptions({ index: 1, options: { k: 4, nodes: 0 } }), "k = 4 · nodes = 0"); // an older trace has no defaults
   assert.equal(laneOptions({ index: 1, options: { k: 4, corpus: "def".repeat(1000) } }), "k = 4 · corpus = 3,000 characters");
   assert.equal(laneOptions({ index: 0, options: {} }), "one token per forward pass");
+});
+
+test("the full name of a lane is that of its method and its model", () => {
+  const details = [["Method", "Adaptive length with Prompt lookup"], ["Model", "org/m"], ["Passes", "1 token 5 ms"]];
+  assert.equal(fullName({ details }), "Adaptive length with Prompt lookup, org/m");
+  assert.equal(fullName({ details: [], options: { model: "org/m" } }), "org/m"); // on a server
+  assert.equal(fullName({}), ""); // before the first run
 });
 
 test("a lane on a server names the model that the server reports", () => {

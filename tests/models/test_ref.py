@@ -96,12 +96,27 @@ def test_lanes_of_one_title_say_what_tells_them_apart():
     assert names(wide, auto) == ("Baseline", "Draft 1.3M, k = 4", "Draft 1.3M, k = auto")
     lossy = wide.model_copy(update={"acceptance": "typical"})
     assert names(wide, lossy) == ("Baseline", "Draft 1.3M", "Draft 1.3M, typical (lossy)")
-    adaptive = Lane(method="adaptive", options={"drafter": "ngram"})
-    assert names(Lane(method="medusa", model="stories-medusa"), adaptive)[1:] == (
-        "Medusa",
-        "Adaptive length (Prompt lookup)",
-    )
     assert names(wide, wide)[1:] == ("Draft 1.3M", "Draft 1.3M")
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "model", "title"),
+    [
+        ("medusa", {}, "stories-medusa", "Medusa"),
+        ("adaptive", {"drafter": "ngram"}, None, "Adaptive lookup"),
+        ("adaptive", {"drafter": "suffix"}, None, "Adaptive suffix"),
+        ("adaptive", {}, "stories-draft-wide", "Adaptive draft 1.3M"),
+        ("adaptive", {"drafter": "medusa"}, "stories-medusa", "Adaptive Medusa"),
+        ("adaptive", {"drafter": "mtp"}, "stories-bytes-heads", "Adaptive MTP"),
+        ("online", {}, "a-draft", "Online draft"),
+        ("gated", {}, "stories-draft-wide", "Gated lookup"),
+        ("router", {"drafts": "ngram"}, "stories-draft-wide", "Router"),
+        ("synthetic", {}, None, "Synthetic acceptance"),
+        ("synthetic", {"drafter": "eagle"}, "stories-eagle-3", "Synthetic EAGLE"),
+    ],
+)
+def test_a_lane_has_a_short_name_for_its_policy_and_drafter(method, options, model, title):
+    assert Lane(method=method, options=options, model=model).title == title
 
 
 @pytest.mark.parametrize(

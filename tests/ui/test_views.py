@@ -44,6 +44,30 @@ def test_the_costs_of_passes_are_known_at_the_start():
     assert view(next(iter(replay(trace))))["passes"] == [(1, 1.0), (4, 1.6)]
 
 
+@pytest.mark.parametrize(
+    ("method", "options", "expected"),
+    [
+        ("none", {}, {"Model": "stories"}),
+        ("ngram", {}, {"Method": "Prompt lookup"}),
+        ("adaptive", {"drafter": "ngram"}, {"Method": "Adaptive length with Prompt lookup"}),
+        (
+            "online",
+            {"drafter": "draft_model", "model": "stories-draft-wide"},
+            {"Method": "Online learning with Draft model", "Model": "stories-draft-wide"},
+        ),
+        ("synthetic", {"drafter": "none"}, {"Method": "Synthetic acceptance"}),
+        ("of-another-package", {}, {}),
+    ],
+)
+def test_the_details_of_a_lane_have_the_full_names_of_its_method_and_model(method, options, expected):
+    trace = hostile_trace()
+    trace.config["target"] = "stories"
+    lane = trace.lanes[method != "none"]
+    lane.method, lane.options = method, options
+    details = dict(view(next(iter(replay(trace))))["lanes"][method != "none"]["details"])
+    assert {name: details[name] for name in ("Method", "Model") if name in details} == expected
+
+
 def test_server_lane_shows_only_reported_values():
     trace = remote_trace()
     assert from_json(to_json(trace)) == trace
