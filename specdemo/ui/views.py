@@ -7,24 +7,19 @@ run from a longer one. `reference.md` documents the lines for API users.
 from dataclasses import asdict, dataclass
 
 from specdemo.analysis.lanes import LaneResult, break_even, results
-from specdemo.bench.tune import last_found
 from specdemo.core.definitions import by_key
 from specdemo.core.headline import headline, parting_words, price_words
 from specdemo.core.rules import draws_by_position
-from specdemo.core.trace import LaneTrace, RunTrace, whole_requests
-from specdemo.costs.passes import SAME_BITS, curve_of, pass_ratio, pass_rows
+from specdemo.core.trace import LaneTrace, RunTrace
+from specdemo.costs.passes import SAME_BITS, curve_of, pass_rows
 from specdemo.engine.messages import Finished, LaneDone, Note, Restarted, RunMessage, RunStage, Started, StepRow
 from specdemo.methods import BASELINE, MODEL_OPTIONS
 from specdemo.methods.facts import FACTS, PREDICTED
 from specdemo.models.ref import ModelRef
-from specdemo.presets.drafters import RULES, UNKNOWN, drafts_for
 from specdemo.presets.files import load_presets
 from specdemo.presets.link import OWN
 from specdemo.presets.pair import kind_of_work
-from specdemo.ui.model_menus import pairs
-
-CARD_TOKENS = 5  # width of the pass whose cost the card of a model names
-SHOWN = 3  # models that it lists
+from specdemo.ui.model_card import model_card
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +56,7 @@ def view(message: Shown) -> dict[str, object]:
             return {"type": "restart", "lane": lane}
         case Finished(trace):
             end = {"type": "end", "finish": finish(trace), "comparison": _comparison(trace)}
-            return end | {"headline": _headline(trace, "×"), **_card(trace)}
+            return end | {"headline": _headline(trace, "×"), **model_card(trace)}
         case Note(text, lane):
             return {"type": "note", "lane": lane, "text": text}
         case Loading(share, text):
@@ -176,24 +171,6 @@ def _advice(result: LaneResult) -> dict[str, object]:
     if found is None or found.speed_at_best is None or all(cause.name != "draft length" for cause in found.causes):
         return {}
     return {"k": found.best_k, "speed": f"{found.speed_at_best.value:.2f}×"}
-
-
-def _card(trace: RunTrace) -> dict[str, object]:
-    """Return facts about the target of a run on this machine, `card`, and the query of a link to what the last `tune`
-    found for it, `found`; empty for the shipped models."""
-    target, speed = ModelRef(trace.config.get("target")), trace.lanes[0].summary.get("tokens_per_s")
-    if target.embedded or whole_requests(trace.lanes[0]) or not speed:
-        return {}
-    rows = [("This model", target.short_name), ("Plain decoding", f"{speed:.0f} tokens/s")]
-    if curve := curve_of(trace.environment):
-        cost = pass_ratio(curve, CARD_TOKENS)
-        rows.append((f"A pass over {CARD_TOKENS} tokens", f"costs as much as {cost:.1f} plain tokens"))
-    known = [fit for fit in pairs(target) if fit.fits is not False][:SHOWN]
-    drafters = [f"{fit.drafter.short_name} ({fit.reason})".removesuffix(f" ({UNKNOWN})") for fit in known]
-    rows.append(("Drafters for it", ", ".join(drafters) or f"none is known; it would be {RULES[0]}"))
-    rows += [("It can draft for", ", ".join(larger[:SHOWN])) for larger in drafts_for(target).values()][:1]
-    found, query = last_found(target, trace.environment.get("device")) or ("", "")
-    return {"card": [*rows, ("Found here", found)] if found else rows, "found": query}
 
 
 def _headline(trace: RunTrace, times: str) -> dict[str, object] | None:
