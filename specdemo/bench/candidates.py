@@ -3,7 +3,7 @@ here and in other engines.
 """
 
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from urllib.parse import urlencode
 
@@ -25,7 +25,8 @@ from specdemo.presets.pair import LOOKUPS, drafter_method
 from specdemo.presets.serve import served
 from specdemo.servers.engines import ENGINES, READERS
 
-ON_SERVERS = (3, 7)  # draft lengths where the costs of passes are unknown
+ON_SERVERS = (1, 2, 3, 4, 6, 8, 12, 16)  # draft lengths where the costs of passes are unknown
+FIRST = 4  # of these are always tried, a longer one only if the one before it is the fastest
 SURE = 0.5  # probability below which a draft ends in one candidate of a drafter
 LONGEST_CELL = 2000  # characters of a text in a result's file
 PAGE = "http://127.0.0.1:7860/"
@@ -64,8 +65,8 @@ def _comparable(lane: Lane) -> bool:
 
 def with_lengths(name: str, lane: Lane, pass_ms: Mapping[int, float], draft: float = 0.0) -> list[Lane]:
     """Return the candidates of a drafter, named, the longest drafts last. None where a step takes longer than plain
-    decoding of what it yields, however much is accepted. pass_ms: empty on servers. draft: time to draft a token, in
-    passes."""
+    decoding of what it yields, however much is accepted. pass_ms: empty on servers, where those besides the lengths are
+    the first. draft: time to draft a token, in passes."""
     chooses, wraps = method(lane.method).chooses_length, lane.method in wrappable("adaptive")
     nodes = lane.tree_nodes
     if nodes and not lane.chooses_nodes and pass_ms and lane.budget.depth + 1 < pass_ratio(pass_ms, nodes + 1):
@@ -76,8 +77,10 @@ def with_lengths(name: str, lane: Lane, pass_ms: Mapping[int, float], draft: flo
     if not ks:
         return []
     lanes = [lane.model_copy(update={"name": f"{name}, k={k}", "k": k}) for k in (ks[-1:] if chooses else ks)]
-    if lane.options or not wraps or not pass_ms:
+    if lane.options or not wraps:
         return lanes
+    if not pass_ms:
+        return [*_of_servers(name, lane), *lanes]
     adaptive = Lane(
         method="adaptive", model=lane.model, k=ks[-1], options={"drafter": lane.method}, name=f"{name}, adaptive"
     )
@@ -85,6 +88,17 @@ def with_lengths(name: str, lane: Lane, pass_ms: Mapping[int, float], draft: flo
         return [adaptive, *lanes]
     sure = {"name": f"{lanes[-1].name}, p_min={SURE:g}", "options": {"p_min": SURE}}
     return [adaptive, lanes[-1].changed(**sure), *lanes]
+
+
+def _of_servers(name: str, lane: Lane) -> Iterator[Lane]:
+    """Yield the candidates of a drafter that only some servers have: drafts that end where it is unsure, and a lookup
+    first."""
+    k = ON_SERVERS[FIRST - 1]
+    if hasattr(lane.parsed, "p_min"):
+        yield lane.changed(name=f"{name}, k={k}, p_min={SURE:g}", k=k, options={"p_min": SURE})
+    if not method(lane.method).looks_up:
+        both = f"{name} and lookup, k={k}"
+        yield Lane(method="gated", model=lane.model, k=k, options={"drafter": lane.method}, name=both)
 
 
 def race_link(target: ModelRef, lane: Lane, prompt: str) -> str:

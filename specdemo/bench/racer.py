@@ -7,9 +7,10 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from math import inf
+from types import MappingProxyType
 
 from specdemo.bench.base import Progress, Stop
-from specdemo.bench.candidates import race_link, settings_to_copy, with_lengths
+from specdemo.bench.candidates import FIRST, race_link, settings_to_copy, with_lengths
 from specdemo.bench.replay import replayed_speed
 from specdemo.bench.report import sentence
 from specdemo.bench.search import Sample, Search
@@ -48,12 +49,13 @@ class Racer:
     """Runs candidates, and collects what the user should know of them. tick: called about every second of a race, and
     with a text while a model loads or a server starts. rest: returns the seconds that are left. pass_ms: slots -> time
     of a pass of the target; empty on servers. serve: makes a candidate ready, where only one is at a time; returns
-    False if that failed. fits: the drafters of the target. notes: drafter or candidate -> why it is left out. rates:
-    tokens/s of the candidates in the current race so far, and of plain decoding, "".
+    False if that failed. after: see `Search`. fits: the drafters of the target. notes: drafter or candidate -> why it
+    is left out. rates: tokens/s of the candidates in the current race so far, and of plain decoding, "".
     """
 
     stages: tuple[str, ...] = STAGES
     serve: Callable[[str], bool] | None = None
+    after: Mapping[str, Sequence[str]] = MappingProxyType({})
     engine = ""
     fits: Sequence[DrafterFit] = ()
     difference = "differed from plain decoding by more than rounding"
@@ -328,12 +330,14 @@ class ServerRacer(Racer):
             names = {f"server {host(server)}": server for server in self._servers[1:]}
             lanes = [Lane(method=BASELINE, name=n, server=server, served_model=model) for n, server in names.items()]
             return self._named({lane.name: [lane] for lane in lanes})
-        families = {}
+        families, self.after = {}, {}
         for name, lane in drafters.items():
             candidates = with_lengths(name, lane, {})
             refusals = [self._program.refusal(self._served(candidate)) for candidate in candidates]
             if lanes := [lane for lane, refusal in zip(candidates, refusals, strict=True) if not refusal]:
                 families[name] = lanes
+                chain = [each.name for each in lanes if (each.method, each.options) == (lane.method, lane.options)]
+                self.after |= {long: chain[:place] for place, long in enumerate(chain) if place >= FIRST}
                 continue
             self.notes[name] = refusals[-1]
             if lane.model in named:

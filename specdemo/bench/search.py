@@ -114,8 +114,9 @@ class Search:
 
     prompts: by kind of work. families: drafter -> its candidates, of which the last one runs first. measure: runs
     candidates on a prompt, each against plain decoding, and predicts others. seconds: from `start` on. serve: makes a
-    candidate ready, where they run one after the other; False if that failed. Its time does not count. only: kind ->
-    the candidates that run once on every prompt; None: those that may be the fastest. late: kinds without time.
+    candidate ready, where they run one after the other; False if that failed. Its time does not count. after: where
+    they run so, candidate -> those with shorter drafts, of which the last one must be the fastest. only: kind -> the
+    candidates that run once on every prompt; None: those that may be the fastest. late: kinds without time.
     """
 
     prompts: Mapping[str, Sequence[str]]
@@ -126,6 +127,7 @@ class Search:
     now: Callable[[], float] = time.monotonic
     serve: Callable[[str], bool] | None = None
     only: Mapping[str, Sequence[str]] | None = None
+    after: Mapping[str, Sequence[str]] = field(default_factory=dict)
     works: list[KindOfWork] = field(init=False)
     late: Sequence[str] = ()
     stopped: bool = False
@@ -241,9 +243,11 @@ class Search:
         """Run one candidate after the other, each in an equal share of the time that is left."""
         most = max((len(work.prompts) for work in self.works), default=0)
         for place, name in enumerate(self._names):
-            if not self._ready(name):
+            shorter = [self.mean(each) for each in self.after.get(name, ())]
+            if (shorter and shorter[-1] < max(shorter)) or not self._ready(name):
                 continue
-            end = self.now() + max(self.rest, 0.0) / (len(self._names) - place)
+            sure = sum(later not in self.after for later in self._names[place + 1 :])
+            end = self.now() + max(self.rest, 0.0) / (1 + sure)
             for number in range(most):
                 for work in self.works:
                     runs = self.only is None or name in self.only[work.name]

@@ -131,6 +131,7 @@ class Tune(Decoding):
                 racer.follow(search)
                 racer.measure_costs()
                 search.families = racer.usable({} if self.servers else self.lanes(racer.fits), self.drafts)
+                search.after = racer.after
                 search.plan(used, racer.lane_s, alone=bool(self.prompt))
                 racer.begin("racing")
             except (KeyboardInterrupt, Cancelled):

@@ -184,6 +184,22 @@ def test_on_servers_every_candidate_starts_once_and_the_best_is_found(curve):
     assert len({*world.starts[len(world.names) :]}) == len(world.starts) - len(world.names)
 
 
+@pytest.mark.parametrize(
+    ("speeds", "started"), [([1.1, 1.2, 1.3, 1.4], 4), ([1.1, 1.2, 1.15, 1.4], 3), ([0.9, 1.3, 1.2, 1.4], 3)]
+)
+def test_on_servers_longer_drafts_start_only_while_the_speed_rises(speeds, started):
+    names, starts = [f"k={k}" for k in (1, 2, 3, 4)], []
+    after = {name: names[:place] for place, name in enumerate(names) if place >= 2}
+
+    def measure(prompt, asked):
+        return {name: Sample(2.0 if name == "sure" else speeds[names.index(name)]) for name in asked}
+
+    search = Search({"own": PROMPTS}, {"a": ["sure", *names]}, measure, 9.0, serve=lambda name: not starts.append(name))
+    search.after = after
+    search.run()
+    assert starts == ["sure", *names[:started]]
+
+
 def test_a_candidate_whose_server_fails_is_left_out_and_a_slow_one_ends_early():
     world = SimulatedServers(STEEP, 0, hit=0.2)
     world.broken = world.names[0]
@@ -642,17 +658,19 @@ def test_an_engine_runs_its_candidates_one_after_the_other_on_the_same_prompts(t
     plain, *candidates = [entry["args"] for entry in started(engine)]
     assert "--speculative-config" not in plain
     drafts = [json.loads(args[args.index("--speculative-config") + 1]) for args in candidates]
-    assert [one["num_speculative_tokens"] for one in drafts[:2]] == [3, 7] and len(drafts) == 4  # then the confirmation
+    lengths = [one["num_speculative_tokens"] for one in drafts[:-2]]
+    assert lengths[:4] == [1, 2, 3, 4] and lengths == sorted(lengths)
     assert {one["method"] for one in drafts} == {"draft_model"}
     asked = [json.loads(line) for line in (tmp_path / "started.asked").read_text().splitlines()]
     asked = [prompt for prompt in asked if prompt.startswith("prompt")]
-    assert asked == [f"prompt {n}" for turn in ((0, 1), (0, 1), (2, 3, 4), (2, 3, 4)) for n in turn for _ in range(2)]
+    turns = [*[(0, 1)] * len(lengths), (2, 3, 4), (2, 3, 4)]
+    assert asked == [f"prompt {n}" for turn in turns for n in turn for _ in range(2)]
     assert gone(engine)
     assert printed.startswith("tune | vLLM 9.9, ") and "own: on 3 other prompts Draft 2.6M" in printed
     assert "Left out: Prompt lookup, vLLM 9.9 has no method 'ngram'." in printed and "adaptive" not in printed
     result = read_result(out)
     raced = {row["lane"] for row in result.rows if row["place"]}
-    assert raced == {"Draft 2.6M, k=3", "Draft 2.6M, k=7"}
+    assert raced == {f"Draft 2.6M, k={k}" for k in lengths}
     assert {row["state"] for row in result.rows if row["lane"] == "Prompt lookup"} == {
         "not raced: vLLM 9.9 has no method 'ngram'"
     }

@@ -74,6 +74,11 @@ def lane(tmp_path, **changes):
             "--spec-type draft-simple --spec-draft-model {}/draft.gguf --spec-draft-n-max 5 --spec-draft-p-min 0.5",
         ),
         (
+            {"method": "gated", "options": {"drafter": "mtp"}, "k": 3},
+            "--spec-type draft-mtp,ngram-mod --spec-draft-model {}/draft.gguf --spec-draft-n-max 3 "
+            "--spec-ngram-mod-n-min 1",
+        ),
+        (
             {"method": "synthetic", "options": {"drafter": "draft_model", "length": 3.5}},
             "--spec-type draft-simple --spec-draft-model {}/draft.gguf --spec-draft-n-max 5 --spec-synth-len 3.5",
         ),
@@ -110,6 +115,8 @@ def test_repositories_are_named_and_other_models_are_not_served(tmp_path):
 def test_a_setting_that_an_engine_lacks_is_refused(tmp_path):
     chosen = lane(tmp_path, options={"p_min": 0.5})
     assert "SGLang does not end drafts by probability; set p_min to 0" in "".join(serve_commands(chosen, "sglang"))
+    chosen = lane(tmp_path, method="gated", model=None, options={"drafter": "lookahead"})
+    assert "does not combine lookahead with a lookup" in "".join(serve_commands(chosen, "llama-server"))
     chosen = lane(tmp_path, method="synthetic", model=None)
     assert "accepts at random what a drafter drafts; add one of drafter=" in "".join(
         serve_commands(chosen, "llama-server")
@@ -122,6 +129,11 @@ def test_a_build_without_a_kind_of_speculation_is_not_started(tmp_path, program)
     installed.check([*served(on_free_ports(lane(tmp_path)), "llama-server")][1])
     with pytest.raises(ValueError, match="llama-server 11549 has no --spec-type draft-dflash; install a newer build"):
         installed.check([*served(on_free_ports(lane(tmp_path, method="dflash")), "llama-server")][1])
+    both = lane(tmp_path, method="gated", options={"drafter": "mtp"})
+    installed.check([*served(on_free_ports(both), "llama-server")][1])
+    with pytest.raises(ValueError, match="has no --spec-type draft-dspark; install a newer build"):
+        both = lane(tmp_path, method="gated", model=str(tmp_path / "dspark.gguf"), options={"drafter": "dflash"})
+        installed.check([*served(on_free_ports(both), "llama-server")][1])
     assert ENGINES["llama-server"].probe(str(tmp_path / "absent")) is None
 
 

@@ -88,6 +88,16 @@ def _ngram(model: str | None, k: int, options: MethodOptions) -> Flags:
     return [TYPE, "ngram-simple", "--spec-ngram-simple-size-n", size, "--spec-ngram-simple-size-m", str(k)]
 
 
+def _gated(model: str | None, k: int, options: MethodOptions) -> Flags:
+    """Return the flags of a drafter after ngram-mod, of which the first with a draft is used. Its least length is 48,
+    unless it is set."""
+    inner = str(options["drafter"])
+    if inner not in DRAFTERS or inner == "ngram":
+        raise UnsupportedByEngine(f"llama-server does not combine {inner} with a lookup")
+    kind, *rest = DRAFTERS[inner](model, k, default_options(inner))[1:]
+    return [TYPE, f"{kind},ngram-mod", *rest, "--spec-ngram-mod-n-min", "1"]
+
+
 DRAFTERS: Mapping[str, EngineArgs] = {
     "draft_model": _drafter("draft-simple"),
     "eagle": _drafter("draft-eagle3"),
@@ -104,7 +114,7 @@ class LlamaServer(ServingEngine):
     title = "llama-server"
     program = "llama-server"
     install = "brew install llama.cpp (or see https://github.com/ggml-org/llama.cpp)"
-    methods: ClassVar = {**DRAFTERS, "synthetic": _synthetic}
+    methods: ClassVar = {**DRAFTERS, "gated": _gated, "synthetic": _synthetic}
     p_min = "--spec-draft-p-min"
     full_draft_cache = "-ctkd f16 -ctvd f16"
     draft_length = f"{LENGTH} {{k}}", f"omit {TYPE} and --spec-draft-model (in older versions -md)"
@@ -144,10 +154,11 @@ class LlamaServer(ServingEngine):
         return replace(stats or ServerStats(), times=times, running=True)
 
     def rejection(self, command: Sequence[str], installed: Installed | None) -> str:
-        kind = command[command.index(TYPE) + 1] if TYPE in command else ""
-        if installed is None or not kind or kind in installed.methods:
+        kinds = command[command.index(TYPE) + 1].split(",") if TYPE in command else []
+        lacking = [kind for kind in kinds if installed and kind not in installed.methods]
+        if installed is None or not lacking:
             return ""
-        return f"llama-server {installed.version} has no {TYPE} {kind}; install a newer build"
+        return f"llama-server {installed.version} has no {TYPE} {lacking[0]}; install a newer build"
 
 
 @lru_cache
