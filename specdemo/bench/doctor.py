@@ -15,6 +15,7 @@ from specdemo.bench.report import table
 from specdemo.costs.passes import pass_rows
 from specdemo.engine.comparison import Lane
 from specdemo.methods import PLUG_INS, detect_head, unusable
+from specdemo.models.gguf_files import is_here
 from specdemo.models.packaged import DOWNLOADS
 from specdemo.models.ref import ModelRef
 from specdemo.models.shipped import EMBEDDED
@@ -24,10 +25,9 @@ from specdemo.presets.drafters import (
     all_published,
     drafters_of,
     drafts_for,
-    is_here,
     published_drafters,
 )
-from specdemo.presets.files import thinking_remarks
+from specdemo.presets.files import DEFAULT, preset, thinking_remarks
 
 if TYPE_CHECKING:
     from specdemo.core.protocol import Target
@@ -89,6 +89,7 @@ def _passes(target: "Target") -> str:
 def check_drafters(target: ModelRef, drafter: ModelRef | None) -> int:
     """Print which drafters fit a target, and why others do not; the verification of a target on this machine. drafter:
     check only this one, and run it if it is a head. Return the exit code, 2 if it does not fit."""
+    from specdemo.engine.session import Session
     from specdemo.methods.pairs import check_pair, outline
     from specdemo.models.load import load_target
 
@@ -105,6 +106,10 @@ def check_drafters(target: ModelRef, drafter: ModelRef | None) -> int:
     rows = [("none", lane.method, "fits", "needs no drafter") for lane in lanes if not lane.model]
     rows += [(p.drafter, p.method, fits[p.fits], p.reason + (f" ({p.place})" if p.place else "")) for p in found]
     print(table(("drafter", "method", "fits", "why"), rows))
+    fitting = [Lane(method=p.method, model=p.drafter) for p in found if p.fits][:1]  # the best one
+    if fitting:
+        about = Session().memory(preset(DEFAULT).with_changes(target=target, lanes=[fitting[0].model_dump()]))
+        print(f"\n{'memory':<18}with {fitting[0].model}: {about}")
     if drafter is None:
         if target.gguf or target.path:
             print(f"\n{_passes(described if target.gguf else load_target(target))}")

@@ -17,11 +17,12 @@ class Footprint:
 
     weights: int
     per_token: int  # keys and values per token of a text
-    per_text: int = 0  # states and buffers of a text, whatever its length
+    per_text: int = 0  # buffers of a text, whatever its length
+    state: int = 0  # recurrent states of a text
 
     def bytes(self, tokens: int, texts: int = 1) -> int:
         """Return the size of the weights and of the caches of `texts` texts of so many tokens."""
-        return self.weights + texts * (tokens * self.per_token + self.per_text)
+        return self.weights + texts * (tokens * self.per_token + self.per_text + self.state)
 
 
 def footprint_of(shape: Shape, context: int, dtype_bytes: float) -> Footprint:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +17,6 @@ import torch
 from specdemo.core.protocol import Target
 from specdemo.core.settings import to_values
 from specdemo.core.trace import UNREPORTED, RunTrace, without_probabilities
-from specdemo.costs.memory import Footprint
 from specdemo.engine.clock import clock_name
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.lanes import LaneModels, LocalLane, RunningLane, ServerLane, build_lane_models, chat_messages
@@ -37,41 +36,46 @@ from specdemo.engine.messages import (
     RunStage,
     opened,
 )
+from specdemo.engine.room import (
+    NOTHING,
+    ModelKey,
+    device_of,
+    drafter_key,
+    footprint,
+    known_footprint,
+    llamacpp_settings,
+    local_drafters,
+    models_of,
+    needs_of,
+    sizes_of,
+    target_key,
+)
 from specdemo.engine.verdict import compare_outputs
-from specdemo.methods import BASELINE, method, model_method
+from specdemo.methods import method, model_method
 from specdemo.methods.pairs import load_model
-from specdemo.models.checkpoints import PICKLED
 from specdemo.models.cpu_plan import CpuSettings
 from specdemo.models.cpu_threads import step_threads, thread_counts, thread_limit
 from specdemo.models.devices import best_device, device_kind, device_map_summary, graph_bytes
 from specdemo.models.errors import Cancelled, checkpoint_errors
 from specdemo.models.gguf_files import has_chat_template
-from specdemo.models.llamacpp import LlamaCppSettings
 from specdemo.models.machine import GpuClock, commit, device_name, versions
 from specdemo.models.memory import (
-    Needs,
-    Precision,
     check_memory,
-    estimate_footprint,
     free_bytes,
     free_memory,
-    gguf_footprint,
     resolve_placement,
 )
 from specdemo.models.pass_cost import checking_note, costly_in_half, fastest_threads, measure_passes, pass_facts
 from specdemo.models.prefix_reuse import prefix_cached, with_prefix_cache
-from specdemo.models.ref import ModelRef
-from specdemo.models.sources import LoadProgress, locate, no_progress
+from specdemo.models.sources import LoadProgress, no_progress
 from specdemo.servers.address import check_listed
 
 Spec = TypeVar("Spec", bound=Comparison)
-ModelKey = tuple[str, ...]  # method that reads it, name, then the key of its target or the settings it was loaded with
 LaneKey = tuple[object, ...]  # key of the drafter's model, index of the lane, method and options
 
 MOST_LENGTHS = 100
 RUN_SECONDS = 0.5  # for the choice of threads at the start of a run
 TRACE_CONFIG = {*"target max_new_tokens seed dtype device quantization chat system thinking grammar".split()}
-NOTHING = Footprint(0, 0)
 
 
 @dataclass(slots=True)
@@ -120,7 +124,7 @@ class Session:
 
     def drafter(self, lane: Lane, spec: Comparison) -> object:
         """Return the model that the lane's method loaded; None if it needs none."""
-        return None if lane.model is None else self._models[_drafter_key(lane, spec)].model
+        return None if lane.model is None else self._models[drafter_key(lane, spec)].model
 
     def unload(self) -> None:
         """Drop all models; waits for a current run."""
@@ -134,9 +138,16 @@ class Session:
         with self.lock:
             self._learners.clear()
 
+    def memory(self, spec: Comparison) -> str:
+        """Return in words what the models of a comparison need and whether it fits, from headers and configs or, of a
+        model that is not on this machine, by its name. Does not ask the hub."""
+        needs = needs_of(spec, sizes_of(spec, models_of(spec), partial(known_footprint, spec)))
+        free = free_memory() if spec.target.gguf else sum(free_bytes(torch.device(device_of(spec))))
+        return needs.verdict(free + self._used_bytes())  # a run drops what it does not use
+
     def check_room(self, spec: Comparison) -> None:
         """Raise ValueError if the models of a comparison do not fit into memory. Reads no weights."""
-        self._make_room(spec, _local_drafters(spec), no_progress)
+        self._make_room(spec, no_progress)
 
     def load(self, spec: Comparison, progress: LoadProgress = no_progress) -> None:
         """Load the models of a comparison and build every lane once.
@@ -273,7 +284,7 @@ class Session:
         if not _is_next_turn(self._last_turn, spec):
             self._forget_chat()
         if not spec.all_remote:
-            present = {_drafter_key(lane, spec) for lane in spec.lanes}
+            present = {drafter_key(lane, spec) for lane in spec.lanes}
             self._learners = {key: models for key, models in self._learners.items() if key[0] in present}
         if spec.grammar.strip():
             _check_grammar(spec)
@@ -286,18 +297,18 @@ class Session:
 
     def _load_models(self, spec: Comparison, progress: LoadProgress) -> None:
         """Load the models of the local lanes, and drop others if memory is short."""
-        target, lanes = _target_key(spec), _local_drafters(spec)
-        bytes_of = self._make_room(spec, lanes, progress)
+        target, lanes = target_key(spec), local_drafters(spec)
+        bytes_of = self._make_room(spec, progress)
         total = 1 + len(lanes)
         if target not in self._models:
             report = _scaled(progress, 0, total)
             loaded = load_model(
                 spec.target,
                 spec.dtype,
-                _device(spec),
+                device_of(spec),
                 spec.quantization,
                 report,
-                llamacpp=_llamacpp(spec),
+                llamacpp=llamacpp_settings(spec),
                 cpu=CpuSettings(spec.threads, spec.bit_exact),
             )
             self._models[target] = _Loaded(loaded, bytes_of[target])
@@ -313,40 +324,26 @@ class Session:
             self._models[key] = self._models.pop(key)
         progress(1.0, "models ready")
 
-    def _make_room(
-        self, spec: Comparison, lanes: Mapping[ModelKey, Lane], progress: LoadProgress
-    ) -> dict[ModelKey, int]:
+    def _make_room(self, spec: Comparison, progress: LoadProgress) -> dict[ModelKey, int]:
         """Drop models until those to be loaded fit; return the bytes of each.
 
         Raises ValueError, before any download, if they do not fit even into empty memory.
         """
-        target = _target_key(spec)
-        missing = {key: lane.model for key, lane in lanes.items() if lane.model and key not in self._models}
-        if target not in self._models:
-            missing[target] = spec.target
+        models = models_of(spec)
+        missing = {key: name for key, name in models.items() if key not in self._models}
         if not missing:
             return {}
         progress(0.0, f"looking for {', '.join(missing.values())}")
-        device, precision = resolve_placement(spec.dtype, _device(spec), spec.quantization)
-        unquantised = Precision(precision.dtype)  # drafters and heads are not quantised
-        # heads inside the target's own checkpoint need no extra memory
-        new = {key: name for key, name in missing.items() if key == target or name != spec.target}
-        sizes = {
-            key: _footprint(name, precision if key == target else unquantised, spec, progress)
-            for key, name in new.items()
-        }
-        tokens, num_lanes = len(spec.prompt) // 2 + spec.max_new_tokens, 1 + len(spec.lanes)  # 2 characters per token
-        first = sizes.get(target, NOTHING)
-        drafters = [size for key, size in sizes.items() if key != target]
-        names = " with ".join([new[key] for key in reversed(new)])
-        needs = Needs(names, first, drafters, tokens, num_lanes)
-        needed = needs.bytes + graph_bytes(device, 2 * num_lanes)  # target and drafter of every lane
-        self._evict(needed, device, {target, *lanes})
+        sizes = sizes_of(spec, missing, partial(footprint, spec, progress=progress))
+        needs = needs_of(spec, sizes)
+        device, precision = resolve_placement(spec.dtype, device_of(spec), spec.quantization)
+        needed = needs.bytes + graph_bytes(device, 2 * needs.lanes)  # target and drafter of every lane
+        self._evict(needed, device, models.keys())
         if spec.target.gguf:
             needs.check_llamacpp(free_memory())
-            progress(0.0, f"loading {needs.describe()}")
         else:
-            check_memory(names, needed, device, precision)
+            check_memory(needs.name, needed, device, precision)
+        progress(0.0, f"loading {needs.describe()}")
         return {key: sizes.get(key, NOTHING).weights for key in missing}
 
     def _evict(self, needed: int, device: torch.device, required: Set[ModelKey]) -> None:
@@ -393,7 +390,7 @@ class Session:
         Raises ValueError for a drafter that does not fit.
         """
         lane = spec.all_lanes[index]
-        key = _drafter_key(lane, spec), index, lane.method, *to_values(lane.parsed).items()
+        key = drafter_key(lane, spec), index, lane.method, *to_values(lane.parsed).items()
         models = self._learners.get(key)
         if models is None:
             if key in self._chat:
@@ -432,43 +429,12 @@ def _is_next_turn(last_turn: Comparison | None, spec: Comparison) -> bool:
     return last_turn is not None and bool(spec.history) and last_turn.model_copy(update=changes) == spec
 
 
-def _local_drafters(spec: Comparison) -> dict[ModelKey, Lane]:
-    lanes = (lane for lane in spec.lanes if lane.model is not None and lane.server is None)
-    return {_drafter_key(lane, spec): lane for lane in lanes}
-
-
-def _footprint(name: ModelRef, precision: Precision, spec: Comparison, progress: LoadProgress) -> Footprint:
-    if name.gguf:
-        return gguf_footprint(name, _llamacpp(spec))
-    return estimate_footprint(locate(name, PICKLED, progress), precision)
-
-
-def _llamacpp(spec: Comparison) -> LlamaCppSettings:
-    """Return the settings of GGUF models. Raises ValueError for a combination that llama.cpp does not support."""
-    return LlamaCppSettings(spec.gpu_layers, spec.threads, spec.context, spec.cache_type, spec.flash_attention)
-
-
-def _target_key(spec: Comparison) -> ModelKey:
-    """Return the key of a comparison's target."""
-    settings = str(_llamacpp(spec)) if spec.target.gguf else spec.bit_exact
-    return BASELINE, spec.target, _device(spec), spec.dtype, str(spec.quantization), settings
-
-
-def _drafter_key(lane: Lane, spec: Comparison) -> ModelKey:
-    """Return the key of a drafter; a head belongs to the target it was loaded for."""
-    return model_method(lane.method, lane.options), str(lane.model), *_target_key(spec)
-
-
-def _device(spec: Comparison) -> str:
-    return best_device().type if spec.device == "auto" else spec.device
-
-
 def _scaled(progress: LoadProgress, done: int, total: int) -> LoadProgress:
     return lambda share, what: progress((done + share) / total, what)
 
 
 def _length_key(spec: Comparison, lane: Lane) -> tuple[str, ...]:
-    return *_target_key(spec), lane.model_dump_json(exclude={"name"})
+    return *target_key(spec), lane.model_dump_json(exclude={"name"})
 
 
 def _check_grammar(spec: Comparison) -> None:

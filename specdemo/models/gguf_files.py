@@ -92,6 +92,15 @@ def local_header(name: ModelRef) -> Header | None:
     return read_header(all_parts(source)[0])
 
 
+def is_here(model: ModelRef) -> bool:
+    """Return whether the files of a model are on this machine. Does not ask the hub."""
+    with suppress(ValueError):
+        if model.path:
+            return model.path.exists()
+        return local_header(model) is not None if model.gguf else cached_folder(model).is_dir()
+    return False
+
+
 def has_chat_template(name: ModelRef) -> bool | None:
     """Return whether a model has a chat template; None if it is damaged or not on this machine."""
     if not name.gguf:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from specdemo.core.safe_io import TOO_LARGE
 from specdemo.core.suggest import suggest
 from specdemo.costs.memory import HEADROOM, Footprint
-from specdemo.costs.shapes import QUANTIZED_BITS, Config, ConfigReader
+from specdemo.costs.shapes import QUANTIZED_BITS, Config, ConfigReader, reference_configs
 from specdemo.models.devices import DEVICE_KINDS, best_device, device_kind, pick_device, pick_dtype, same_kind
 from specdemo.models.gguf_files import local_header, stored_bytes
 from specdemo.models.llamacpp import CACHE_BYTES, LlamaCppSettings, cache_type_of, library
@@ -31,6 +31,7 @@ BITS = {"4bit": 4, "8bit": 8}
 ABSENT = 1.5  # config weights / stored weights; above it the files lack tensors, like those of heads
 NUMBERS_PER_ENTRY = 8  # 4-bit weights per stored entry
 SHORT_CONTEXT = 256  # tokens; a shorter context is no advice
+STATE_BYTES = 4  # of a number in a recurrent state
 OUTPUTS = 256  # rows of logits that llama.cpp allocates per context, one for each sequence
 
 
@@ -79,21 +80,34 @@ class Needs:
         return self.lanes * self.target.per_token + sum(drafter.per_token for drafter in self.drafters)
 
     @property
-    def buffers(self) -> int:
-        """Return the size of the buffers of all contexts."""
-        return self.lanes * self.target.per_text + sum(drafter.per_text for drafter in self.drafters)
+    def states(self) -> int:
+        """Return the size of the recurrent states of all contexts."""
+        return self.lanes * self.target.state + sum(drafter.state for drafter in self.drafters)
 
     @property
     def bytes(self) -> int:
-        """Return the size of weights, caches and buffers."""
-        drafters = sum(drafter.bytes(self.tokens) for drafter in self.drafters)
-        return self.target.bytes(self.tokens, self.lanes) + drafters
+        """Return the size of weights, caches, states and buffers."""
+        return self.target.bytes(self.tokens, self.lanes) + self.of_drafters
+
+    @property
+    def of_drafters(self) -> int:
+        """Return the size of the drafters with their caches, states and buffers."""
+        return sum(drafter.bytes(self.tokens) for drafter in self.drafters)
+
+    @property
+    def buffers(self) -> int:
+        """Return the size of states and buffers, which do not grow with the text."""
+        return self.bytes - self.weights - self.tokens * self.per_token
+
+    def fits(self, free: int) -> bool:
+        """Return whether so many free bytes are enough."""
+        return HEADROOM * (self.weights + self.tokens * self.per_token) + self.buffers <= free
 
     def check_llamacpp(self, free: int) -> None:
         """Raise ValueError if they do not fit, with a context that fits or the advice to choose smaller weights."""
-        weights, cache = HEADROOM * self.weights, HEADROOM * self.tokens * self.per_token
-        if weights + cache + self.buffers <= free:
+        if self.fits(free):
             return
+        weights, cache = HEADROOM * self.weights, HEADROOM * self.tokens * self.per_token
         context = int((free - weights - self.buffers) / HEADROOM / max(self.per_token, 1))
         fix = f"at most {context:,} tokens of prompt and output, or " if context >= SHORT_CONTEXT else ""
         other = size_text(cache + self.buffers)
@@ -103,13 +117,21 @@ class Needs:
         )
 
     def describe(self) -> str:
-        """Return weights, cache, and the context that the drafters displace."""
-        cache = self.tokens * self.per_token
-        words = f"{size_text(self.weights)} of weights and {size_text(cache)} of KV cache for {self.tokens:,} tokens"
-        if not self.drafters or not self.target.per_token:
-            return words
-        extra = sum(drafter.weights + self.tokens * drafter.per_token for drafter in self.drafters)
-        return f"{words}; the drafter takes the memory of {extra // self.target.per_token:,} tokens of context"
+        """Return what each part needs, and the context that the drafters displace."""
+        parts = {
+            "target": self.target.weights,
+            "drafter": self.weights - self.target.weights,
+            f"KV cache of {self.tokens:,} tokens": self.tokens * self.per_token,
+            "recurrent state": self.states,
+            "buffers": self.buffers - self.states,
+        }
+        words = ", ".join(f"{part} {size_text(size)}" for part, size in parts.items() if size)
+        lost = self.of_drafters // self.target.per_token if self.target.per_token else 0
+        return f"{words}; the drafter takes the memory of {lost:,} tokens of context" if lost else words
+
+    def verdict(self, free: int) -> str:
+        """Return what each part needs, and whether so many free bytes are enough."""
+        return f"{self.describe()}; {'fits' if self.fits(free) else 'does not fit'} into the free {size_text(free)}"
 
 
 def resolve_placement(
@@ -147,12 +169,18 @@ def estimate_footprint(source: Path | Repository, precision: Precision) -> Footp
     _check_stored(str(source.name), config)
     config = config.get("text_config") or config.get("transformer_layer_config") or config
     try:
-        per_token = _per_token(config, precision)
+        per_token, state = _per_token(config, precision)
     except (TypeError, ValueError, ArithmeticError) as error:
         raise ValueError(f"the config.json of {folder} is damaged ({error}); fetch it again") from None
     if isinstance(source, Repository):
-        return Footprint(_from_hub_metadata(source, precision, config), per_token)
-    return Footprint(weight_bytes(folder, precision), per_token)
+        return Footprint(_from_hub_metadata(source, precision, config), per_token, state=state)
+    return Footprint(weight_bytes(folder, precision), per_token, state=state)
+
+
+def expected_footprint(name: ModelRef, precision: Precision) -> Footprint:
+    """Return about the memory of a model by its name, without the hub. Its cache counts if its config is known."""
+    config, stored = reference_configs().get(name.repository, {}), 1.0 if name.gguf else precision.width / 16.0
+    return Footprint(int(stored * name.estimated_bytes[0]), _per_token(config, precision)[0])
 
 
 def _check_stored(name: str, config: Config) -> None:
@@ -240,13 +268,15 @@ def _from_hub_metadata(repository: Repository, precision: Precision, config: Con
     return int(bits + unquantised * (precision.width - precision.matrix_width)) // 8
 
 
-def _per_token(config: Config, precision: Precision) -> int:
-    """Return the bytes of keys and values per token; 0 for a config without such sizes, as some heads have."""
+def _per_token(config: Config, precision: Precision) -> tuple[int, int]:
+    """Return the bytes of keys and values per token, and of recurrent states; zeros for a config without such sizes, as
+    some heads have."""
     try:
         sizes = ConfigReader(config)
     except KeyError:
-        return 0
-    return sizes.attention_layers * sizes.kv_numbers * precision.dtype.itemsize
+        return 0, 0
+    states = sum(part.layers * part.state for part in sizes.memory()) * STATE_BYTES
+    return sizes.attention_layers * sizes.kv_numbers * precision.dtype.itemsize, states
 
 
 def gguf_footprint(name: ModelRef, settings: LlamaCppSettings) -> Footprint:
@@ -260,7 +290,7 @@ def gguf_footprint(name: ModelRef, settings: LlamaCppSettings) -> Footprint:
     if header.architecture in ("eagle3", "dflash"):  # runs in PyTorch, in fp32
         return Footprint(4 * header.weights, 0)
     per_token = header.cache_bytes(CACHE_BYTES[cache_type_of(header, settings.cache_type)])
-    return Footprint(stored_bytes(name), per_token, OUTPUTS * header.tokens * 4 + header.lane_bytes)
+    return Footprint(stored_bytes(name), per_token, OUTPUTS * header.tokens * 4, header.lane_bytes)
 
 
 def free_memory() -> int:

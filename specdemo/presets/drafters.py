@@ -14,12 +14,11 @@ from specdemo.core.settings import Settings
 from specdemo.core.suggest import program
 from specdemo.engine.comparison import Lane, Model
 from specdemo.methods import model_method
-from specdemo.models.gguf_files import local_header
+from specdemo.models.gguf_files import is_here
 from specdemo.models.gguf_header import read_header
 from specdemo.models.local_models import DrafterFit, draft_models, local_models
 from specdemo.models.ref import ModelRef
 from specdemo.models.shipped import embedded_folder
-from specdemo.models.sources import cached_folder
 from specdemo.presets.files import Preset, load_presets, read_yaml
 from specdemo.presets.pair import has_prediction_layer
 from specdemo.presets.recorded import is_recorded, recorded
@@ -174,15 +173,6 @@ def _place(drafter: ModelRef, target: ModelRef) -> str:
     if drafter == target:
         return INSIDE
     return SHIPPED if drafter.embedded else HERE if is_here(drafter) else ABSENT
-
-
-def is_here(model: ModelRef) -> bool:
-    """Return whether the files of a model are on this machine. Does not ask the hub."""
-    with suppress(ValueError):
-        if model.path:
-            return model.path.exists()
-        return local_header(model) is not None if model.gguf else cached_folder(model).is_dir()
-    return False
 
 
 def published_drafters(target: ModelRef) -> list[PublishedDrafter]:

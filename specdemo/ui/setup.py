@@ -139,7 +139,7 @@ def key(values: Values) -> str:
 def show_setup(_: gr.Request | None, values: Values, allow_any_model: bool = True) -> Values:
     """Return the row of the setup and the description of the settings."""
     obstacle = _lane_obstacle(values, allow_any_model)
-    about = " ".join(filter(None, (described(values), _gpu_time(values))))
+    about = " ".join(filter(None, (described(values), _gpu_time(values), _memory(values))))
     return {"setup": row_data(values, _query(values), obstacle), "about": about}
 
 
@@ -147,6 +147,16 @@ def _gpu_time(values: Values) -> str:
     """Return how much of a visitor's GPU time the run may take; empty for settings that are not valid."""
     with suppress(TypeError, ValueError):
         return space.gpu_time(from_values(values)) if space.zero_gpu() else ""
+    return ""
+
+
+def _memory(values: Values) -> str:
+    """Return what the models need and whether it fits; empty on a public page and for settings that are not valid."""
+    from specdemo.engine.session import session  # imports torch
+
+    with suppress(TypeError, ValueError):
+        if not (limits.public() or space.zero_gpu()):
+            return f"Memory: {escape(session().memory(from_values(values)))}."
     return ""
 
 

@@ -12,6 +12,7 @@ from specdemo.engine import session as engine
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.messages import Note
 from specdemo.engine.session import Session
+from specdemo.models import memory
 from specdemo.models.errors import Cancelled
 from tests.models.test_text import byte_level
 
@@ -55,7 +56,7 @@ def resident():
 
 def test_models_stay_until_others_need_the_room(folders):
     a, b, c = folders
-    one = engine.estimate_footprint(Path(a), engine.Precision(torch.float32)).weights
+    one = memory.estimate_footprint(Path(a), memory.Precision(torch.float32)).weights
     session = Session(budget_bytes=int(2.5 * one))
     session.load(spec(a))
     first = weakref.ref(session._models[session._target].model.model)
@@ -98,7 +99,7 @@ def test_switches_leak_no_memory(folders):
 
 def test_models_that_do_not_fit_together_are_rejected_before_loading(folders, monkeypatch):
     a, b, _ = folders
-    need = engine.estimate_footprint(Path(a), engine.Precision(torch.float32)).weights
+    need = memory.estimate_footprint(Path(a), memory.Precision(torch.float32)).weights
     monkeypatch.setattr("specdemo.models.memory.free_bytes", lambda where: [int(1.5 * need)])
     monkeypatch.setattr(engine, "load_model", None)
     with pytest.raises(ValueError, match=f"^{a} with {b} needs about 7.2 MB in float32, .* smaller model$"):

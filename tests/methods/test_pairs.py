@@ -157,6 +157,7 @@ def test_the_command_line_prints_a_table(narrow, tmp_path, capsys, monkeypatch):
     assert main(["doctor", "stories", "stories-medusa"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split()[:3] == ["stories-medusa", "medusa", "fits"]
+    assert re.fullmatch(r"memory +with stories-medusa: target .* MB, drafter .*; fits into the free .* GB", lines[3])
     (row,) = [line.split() for line in lines if line.startswith("story")]
     shares = [int(share) for share in row[1:-1:2]]
     assert shares == sorted(shares, reverse=True) and 30 < shares[0] < 60 and float(row[-1]) > 1.5

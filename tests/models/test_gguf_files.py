@@ -370,10 +370,14 @@ NEEDS = Needs("big with small", Footprint(4 * GB, 100_000), [Footprint(GB // 2, 
 
 
 def test_context_that_the_drafter_displaces():
-    assert NEEDS.describe() == (
-        "4.5 GB of weights and 0.9 GB of KV cache for 4,000 tokens; "
-        "the drafter takes the memory of 5,800 tokens of context"
-    )
+    words = "target 4.0 GB, drafter 0.5 GB, KV cache of 4,000 tokens 0.9 GB"
+    displaced = "the drafter takes the memory of 5,800 tokens of context"
+    assert NEEDS.describe() == f"{words}; {displaced}"
+    assert NEEDS.verdict(6 * GB) == f"{words}; {displaced}; fits into the free 6.0 GB"
+    assert NEEDS.verdict(5 * GB).endswith("; does not fit into the free 5.0 GB")
+    recurrent = Needs("big", Footprint(GB, 0, GB // 5, GB // 10), [], 4000, 2)
+    assert recurrent.describe() == "target 1.0 GB, recurrent state 0.2 GB, buffers 0.4 GB"
+    assert not recurrent.fits(int(1.5 * GB)) and recurrent.fits(int(1.8 * GB))
 
 
 def test_advice_is_a_context_if_the_weights_fit():

@@ -1,6 +1,7 @@
 """Round trips from presets to values of controls, their descriptions, and values that the page rejects."""
 
 import json
+import re
 from html import escape
 from pathlib import Path
 
@@ -150,3 +151,15 @@ def test_overrides_of_the_endpoints():
         changed("embedded-draft", {"temprature": 1}, False)
     with pytest.raises(ValueError, match="not on this page's list"):
         changed("embedded-draft", {"target": "../../x"}, False)
+
+
+def test_memory_is_stated_before_a_model_is_loaded_or_downloaded(values, monkeypatch):
+    """A model that is not here is named by its size and its known config, without the hub."""
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", None)
+    here = setup.show_setup(None, values)["about"]
+    assert re.search(r"Memory: target 39.5 MB, drafter .*; fits into the free [\d.]+ GB\.$", here)
+    monkeypatch.setattr("specdemo.engine.session.free_bytes", lambda device: [20 * 10**9])
+    absent = setup.show_setup(None, to_values(preset("qwen3-8b")))["about"]
+    assert re.search(r"Memory: target (16|32).0 GB, drafter .*, KV cache of \d+ tokens .*; does not fit into", absent)
+    monkeypatch.setenv("SPACE_ID", "a/b")
+    assert "Memory" not in setup.show_setup(None, values)["about"]
