@@ -16,10 +16,10 @@ from torch import Generator, Tensor, nn
 
 from specdemo.core.accept import Lossless
 from specdemo.core.coupled import Coupled
-from specdemo.core.host_copy import AsyncHostCopy, padded, to_device
+from specdemo.core.host_copy import AsyncHostCopy, to_device
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling, to_probs
-from specdemo.core.tree import ABSENT, Draft, chain_parents, first_branch, is_chain
+from specdemo.core.tree import Draft, first_branch, is_chain
 from specdemo.methods import load_drafter, setting, wrappable
 from specdemo.methods.base import DraftOptions, LookupOptions
 from specdemo.methods.draft_model import MAX_CATCH_UP, DraftModel
@@ -38,6 +38,7 @@ class Cascade(DraftModel, method="cascade"):
     summary = "A draft model verifies a cheap guess; the target verifies the result."
 
     cross_vocabulary: ClassVar[bool] = False
+    parallel: ClassVar[bool] = False
 
     Options = CascadeOptions
 
@@ -71,7 +72,7 @@ class Cascade(DraftModel, method="cascade"):
         guess = guess if is_chain(guess.parents) else first_branch(guess)  # [B, G]
         missing = self._crop_to_common()
         guessed: list[list[int]] = guess.tokens.tolist()
-        logits = self._read_guess(missing, guess, guessed)
+        logits = self._pad_to_target_vocab(self._read(missing, guessed))
         rule = Coupled() if self.sampler.coupled else Lossless()
         result = rule(guess, to_probs(logits, self.sampler.sampling), self.sampler.active_rng)
         outputs = result.output_tokens
@@ -107,18 +108,6 @@ class Cascade(DraftModel, method="cascade"):
         if model := graph_target(self.model):
             model.capture_graphs(MAX_CATCH_UP + depth)
         self._inner.capture_graphs(budget)
-
-    def _read_guess(self, missing: list[list[int]], guess: Draft, guessed: list[list[int]]) -> Tensor:
-        """Read the missing tokens and the guess; return logits [B, 1 + G, V] of the root and every guessed token."""
-        row_ids = [m + [t for t in g if t != ABSENT] for m, g in zip(missing, guessed, strict=True)]
-        tokens = padded(row_ids, self.model.device, ABSENT)
-        logits = self.model.forward(tokens, chain_parents(len(row_ids), tokens.shape[1] - 1, tokens.device)).logits
-        if len(row_ids) == 1:
-            return self._pad_to_target_vocab(logits[:, len(missing[0]) - 1 :])
-        rows = torch.arange(len(row_ids), device=logits.device)[:, None]
-        roots = to_device([[len(m) - 1] for m in missing], logits.device)
-        columns = (roots + torch.arange(1 + guess.nodes, device=logits.device)).clamp_max(tokens.shape[1] - 1)
-        return self._pad_to_target_vocab(logits[rows, columns])
 
     def _pad_to_target_vocab(self, logits: Tensor) -> Tensor:
         """Resize logits to the target's vocabulary; extra entries of either model are padding."""

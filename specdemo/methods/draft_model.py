@@ -5,6 +5,7 @@ Sampled drafts carry the q they were drawn from; greedy ones are one-hot. A draf
 through a `VocabBridge`.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -198,7 +199,7 @@ class DraftModel(Method, method="draft_model"):
             if draft is not None:
                 return draft
         builder = ChainBuilder(self.sampler, self._draft_vocab, enough)
-        builder.append(self._shared_logits(self._catch_up(missing)[:, None]))
+        builder.append(self._shared_logits(self._catch_up(missing)))
         builder.extend(lambda tokens: self._shared_logits(self._decode_step(self._to_draft_ids(tokens))), depth)
         self._pending_draft = AsyncHostCopy(self._to_draft_ids(builder.tokens[:, :-1]))
         return builder.build()
@@ -271,16 +272,26 @@ class DraftModel(Method, method="draft_model"):
             self.model.crop(self._common_lengths)
         return missing
 
-    def _catch_up(self, missing: list[list[int]]) -> Tensor:
-        """Read the missing tokens; return logits [B, V] of the root."""
-        tokens = padded(missing, self.model.device, ABSENT)
-        logits = self.model.forward(tokens, chain_parents(len(missing), tokens.shape[1] - 1, tokens.device)).logits
+    def _catch_up(self, missing: list[list[int]], ahead: Sequence[int] = ()) -> Tensor:
+        """Read the missing tokens and G tokens ahead; return logits [B, 1 + G, V] from the root on."""
+        logits = self._read(missing, [ahead] * len(missing))
         self.model.commit([list(range(len(m))) for m in missing])
         self._mark_cached()
-        if len(missing) == 1:
-            return logits[:, -1]
-        last = to_device([len(m) - 1 for m in missing], logits.device)
-        return logits[torch.arange(len(missing), device=logits.device), last]
+        return logits
+
+    def _read(self, missing: list[list[int]], ahead: Sequence[Sequence[int]]) -> Tensor:
+        """Read the missing tokens, the root last, and tokens ahead of it [B, G], without a commit.
+
+        Return logits [B, 1 + G, V] from the root on; a single row ends with its last token that is not ABSENT.
+        """
+        rows = [m + [t for t in a if t != ABSENT] for m, a in zip(missing, ahead, strict=True)]
+        tokens = padded(rows, self.model.device, ABSENT)
+        logits = self.model.forward(tokens, chain_parents(len(rows), tokens.shape[1] - 1, tokens.device)).logits
+        if len(rows) == 1:
+            return logits[:, len(missing[0]) - 1 :]
+        roots = to_device([[len(m) - 1] for m in missing], logits.device)
+        columns = (roots + torch.arange(1 + len(ahead[0]), device=logits.device)).clamp_max(tokens.shape[1] - 1)
+        return logits[torch.arange(len(rows), device=logits.device)[:, None], columns]
 
     def _decode_step(self, tokens: Tensor) -> Tensor:
         """Decode one step: tokens [B, 1] -> logits [B, V]."""
