@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 from torch import Generator, Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from specdemo.core.host_copy import AsyncHostCopy, padded, to_device
 from specdemo.core.protocol import Budget, Enough, Progress, Target
@@ -20,7 +20,7 @@ from specdemo.core.tree import ABSENT, Draft, chain_parents
 from specdemo.methods import detect_head, require_method
 from specdemo.methods.base import DraftOptions, Method
 from specdemo.methods.heads.sampler import ChainBuilder, DraftVocab, TokenSampler, run_chain_graph
-from specdemo.methods.vocabularies import RowText, VocabBridge, real_tokens
+from specdemo.methods.vocabularies import RowText, VocabBridge, tokenizer_difference
 from specdemo.models.checkpoints import Checkpoint, open_meta_checkpoint, write_checkpoint
 from specdemo.models.load import Incomplete, LoadedModel, load_model, load_target
 from specdemo.models.ref import ModelRef
@@ -31,14 +31,6 @@ from specdemo.training.losses import Objective
 USUALLY_MISSING = 2  # tokens: after a draft the correction token, or the last draft token and the bonus token
 MAX_CATCH_UP = (
     8  # largest number of missing tokens that a CUDA graph reads; more are missing after steps without a draft
-)
-# texts that tokenizers with the same vocabulary may still split differently
-PROBES = (
-    "Once upon a time, there was a little girl named Lily.",
-    "  two spaces\n\n\ta tab, CAPITALS and camelCase don't",
-    "for i in range(10):\n    x[i] += 3.14159e-10  # 1234567",
-    "naïve café, Ünïcödé, 日本語のテキスト, Привет, مرحبا, 🐉🏰",
-    "e\u0301 is é twice; \u00a0 and \u200b hide",
 )
 
 
@@ -307,38 +299,3 @@ def _to_target(model: object, target: Target) -> Target:
         return load_target(model)
     loaded = model if isinstance(model, LoadedModel) else DraftModel.load(str(model), target)
     return loaded.target()
-
-
-def tokenizer_difference(target: Target, draft: Target) -> str | None:
-    """Describe how the tokenizers differ; None if token ids mean the same. Vocabulary sizes may differ by padding.
-
-    Raises ValueError when the sizes differ and a model has no tokenizer.
-    """
-    if target.tokenizer is not None and draft.tokenizer is not None:
-        return _compare_tokenizers(target.tokenizer, draft.tokenizer)
-    if draft.vocab_size != target.vocab_size:
-        raise ValueError(
-            f"{draft.name or 'the draft model'} has a vocabulary of {draft.vocab_size}, {target.name or 'the target'} "
-            f"one of {target.vocab_size}, and no tokenizer maps them; choose a draft model of the same family"
-        )
-    return None
-
-
-def _compare_tokenizers(
-    target_tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase
-) -> str | None:
-    """Compare vocabularies without padding, then the encoding of PROBES and the special tokens."""
-    a, b = real_tokens(target_tokenizer), real_tokens(draft_tokenizer)
-    if a != b:
-        differing = sum(b.get(word) != index for word, index in a.items())
-        if not differing:
-            return f"it has {len(b) - len(a)} more tokens"
-        word = min((w for w, i in a.items() if b.get(w) != i), key=a.__getitem__)
-        in_draft = b.get(word, "absent")
-        ids = f"id {a[word]} in the target, {in_draft} in the draft"
-        return f"{differing} of {len(a)} tokens differ (first {word!r}: {ids})"
-    for text in (*PROBES, "".join(map(str, target_tokenizer.all_special_tokens))):
-        in_target, in_draft = (t.encode(text, add_special_tokens=False) for t in (target_tokenizer, draft_tokenizer))
-        if in_target != in_draft:
-            return f"{text[:24]!r} has {len(in_target)} tokens in the target, {len(in_draft)} others in the draft"
-    return None

@@ -1,7 +1,7 @@
 """Compatibility of drafters with a target, from configs, tokenizers and file headers, without loading weights.
 
 Targets are loaded here too, with an error that names the method if the source is a head. Heads are checked by
-`Head.read`, draft models by `draft_model.tokenizer_difference`.
+`Head.read`, draft models by `vocabularies.tokenizer_difference`.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,9 +11,9 @@ from typing import ParamSpec, TypeVar
 
 from specdemo.core.protocol import Target
 from specdemo.methods import detect_head, detect_method, method
-from specdemo.methods.draft_model import DraftModel, tokenizer_difference
+from specdemo.methods.draft_model import DraftModel
 from specdemo.methods.heads.head import Head
-from specdemo.methods.vocabularies import VocabBridge
+from specdemo.methods.vocabularies import VocabBridge, tokenizer_difference
 from specdemo.models import load
 from specdemo.models.checkpoints import open_meta_checkpoint
 from specdemo.models.errors import checkpoint_errors

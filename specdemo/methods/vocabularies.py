@@ -29,11 +29,54 @@ SENTENCE_PIECE_SPACE, BYTE_SPACE = "\u2581", "\u0120"  # a space in SentencePiec
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 # tokens without a meaning, which fill a vocabulary up to its size: [PAD151665], <unused7>, <|dummy_3|>
 PADDING = re.compile(r"[\[<]\|?(pad|unused|dummy)(_token)?_?\d+\|?[\]>]", re.IGNORECASE)
+# texts that tokenizers with the same vocabulary may still split differently
+PROBES = (
+    "Once upon a time, there was a little girl named Lily.",
+    "  two spaces\n\n\ta tab, CAPITALS and camelCase don't",
+    "for i in range(10):\n    x[i] += 3.14159e-10  # 1234567",
+    "naïve café, Ünïcödé, 日本語のテキスト, Привет, مرحبا, 🐉🏰",
+    "e\u0301 is é twice; \u00a0 and \u200b hide",
+)
 
 
 def real_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     """Return token -> id, without padding."""
     return {token: i for token, i in tokenizer.get_vocab().items() if not PADDING.fullmatch(token)}
+
+
+def tokenizer_difference(target: Target, draft: Target) -> str | None:
+    """Describe how the tokenizers differ; None if token ids mean the same. Vocabulary sizes may differ by padding.
+
+    Raises ValueError when the sizes differ and a model has no tokenizer.
+    """
+    if target.tokenizer is not None and draft.tokenizer is not None:
+        return _compare_tokenizers(target.tokenizer, draft.tokenizer)
+    if draft.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"{draft.name or 'the draft model'} has a vocabulary of {draft.vocab_size}, {target.name or 'the target'} "
+            f"one of {target.vocab_size}, and no tokenizer maps them; choose a draft model of the same family"
+        )
+    return None
+
+
+def _compare_tokenizers(
+    target_tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase
+) -> str | None:
+    """Compare vocabularies without padding, then the encoding of PROBES and the special tokens."""
+    a, b = real_tokens(target_tokenizer), real_tokens(draft_tokenizer)
+    if a != b:
+        differing = sum(b.get(word) != index for word, index in a.items())
+        if not differing:
+            return f"it has {len(b) - len(a)} more tokens"
+        word = min((w for w, i in a.items() if b.get(w) != i), key=a.__getitem__)
+        in_draft = b.get(word, "absent")
+        ids = f"id {a[word]} in the target, {in_draft} in the draft"
+        return f"{differing} of {len(a)} tokens differ (first {word!r}: {ids})"
+    for text in (*PROBES, "".join(map(str, target_tokenizer.all_special_tokens))):
+        in_target, in_draft = (t.encode(text, add_special_tokens=False) for t in (target_tokenizer, draft_tokenizer))
+        if in_target != in_draft:
+            return f"{text[:24]!r} has {len(in_target)} tokens in the target, {len(in_draft)} others in the draft"
+    return None
 
 
 class TokenBytes:

@@ -13,7 +13,7 @@ from specdemo.core.protocol import Budget, GenerationConfig, Progress
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT
 from specdemo.engine.loop import generate
-from specdemo.methods import draft_model, load_drafter
+from specdemo.methods import load_drafter, vocabularies
 from specdemo.methods.vocabularies import MAX_TAIL, RowText, TokenBytes, VocabBridge
 from specdemo.models.load import load_target
 from specdemo.models.target import HFTarget
@@ -155,7 +155,7 @@ def test_padding_makes_no_other_vocabulary(target, draft, difference):
     class Plain(WordList):
         all_special_tokens = ()
 
-    found = draft_model._compare_tokenizers(Plain(*target), Plain(*draft))
+    found = vocabularies._compare_tokenizers(Plain(*target), Plain(*draft))
     assert found == difference or found.startswith(difference)
 
 
