@@ -152,7 +152,7 @@ def make_drafter(name: str, target: Target, **options: object) -> Method:
 
 
 def tiny_llama(vocab_size: int) -> LlamaForCausalLM:
-    """Return a one-layer Llama with fixed random weights."""
+    """Return a one-layer Llama with fixed random weights, whose last token is also PARD's mask token."""
     torch.manual_seed(7)
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -162,6 +162,7 @@ def tiny_llama(vocab_size: int) -> LlamaForCausalLM:
         num_attention_heads=2,
         max_position_embeddings=256,
     )
+    config.pard_token = vocab_size - 1
     model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
     return model
 

@@ -17,7 +17,7 @@ from specdemo.costs.profiles import profile
 from specdemo.costs.roofline import device_of, step_cost
 from specdemo.costs.shapes import Shape, reference_configs
 from specdemo.costs.step import CostModel, StepCost
-from specdemo.methods.facts import PREDICTED
+from specdemo.methods.facts import MODELS, PREDICTED
 from specdemo.models.ref import ModelRef
 
 DEVICE, DTYPE, CONTEXT = "h100-sxm", "bfloat16", 1024
@@ -81,7 +81,7 @@ def expected_cost(observation: Observation, k: int, batch: float = 1.0) -> StepC
 
 @lru_cache(maxsize=256)
 def _expected(target: Shape, method: str, drafter: str, k: int, batch: int) -> StepCost:
-    config = reference_configs()[drafter or SMALL] if method == "draft_model" else None
+    config = reference_configs()[drafter or SMALL] if method in MODELS else None
     draft = drafting(method, target, config, {})
     device, acceptance = device_of(profile(DEVICE), DTYPE, "recorded"), Acceptance((ASSUMED,))
     plain, step = (step_cost(device, target, draft, acceptance, length, batch, CONTEXT) for length in (0, k))

@@ -13,6 +13,7 @@ EAGLE_VOCABULARY = 32000  # vocabulary of a typical EAGLE-3 head on a target wit
 TAPS = 3
 DFLASH_LAYERS, DFLASH_TAPS, DFLASH_BLOCK = 5, 5, 16
 ASSISTANT_LAYERS, ASSISTANT_SIZE = 4, 256
+MASK_TOKEN = "pard_token"  # key of a PARD model's config.json: the id of its mask token
 
 Sizes = Mapping[str, int]
 
@@ -47,9 +48,16 @@ def no_passes(target: Shape, config: Config, options: Sizes) -> Drafting:
 def draft_model(target: Shape, config: Config, options: Sizes) -> Drafting:
     """Passes of a complete model. Raises ValueError without its config."""
     if not config:
-        raise ValueError("method 'draft_model' needs a draft model; name one with --model")
+        raise ValueError("this method needs a draft model; name one with --model")
     shape = shape_of(config, "draft")
     return Drafting(shape, shape, own=shape)
+
+
+def pard(target: Shape, config: Config, options: Sizes) -> Drafting:
+    """One pass of a complete model over the new tokens and k - 1 mask tokens (2504.18583, section 3.1). Raises
+    ValueError without its config.
+    """
+    return replace(draft_model(target, config, options), further=None, block=True, reads_all=True)
 
 
 def medusa(target: Shape, config: Config, options: Sizes) -> Drafting:

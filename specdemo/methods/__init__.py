@@ -15,7 +15,7 @@ from specdemo.core.settings import Setting, parse, settings, to_values
 from specdemo.core.settings import setting as setting
 from specdemo.core.signals import SIGNAL_EXIT_CODE
 from specdemo.core.suggest import program, suggest
-from specdemo.methods.facts import FACTS
+from specdemo.methods.facts import FACTS, MODELS
 from specdemo.methods.facts import Facts as Facts
 from specdemo.models.errors import checkpoint_errors
 from specdemo.models.ref import ModelRef
@@ -210,7 +210,7 @@ def require_method(checkpoint: "Checkpoint", name: str) -> None:
     values of the config that no method supports."""
     if not reads(name, checkpoint):
         detected = detect_method(checkpoint)
-        if detected == "draft_model":
+        if detected in MODELS:
             raise ValueError(
                 f"{checkpoint.name} is a whole model, not a head for method {name!r}; choose a head for it"
             )
@@ -255,4 +255,4 @@ def detect_head(source: ModelRef) -> str | None:
             detected = detect_method(open_meta_checkpoint(str(folder)))
     except ValueError:
         return None
-    return None if detected == "draft_model" else detected
+    return None if detected in MODELS else detected

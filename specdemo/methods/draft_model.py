@@ -17,6 +17,7 @@ from specdemo.core.host_copy import AsyncHostCopy, padded, to_device
 from specdemo.core.protocol import Budget, Enough, Progress, Target
 from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT, Draft, chain_parents
+from specdemo.costs.drafting import MASK_TOKEN
 from specdemo.methods import detect_head, require_method
 from specdemo.methods.base import DraftOptions, Method
 from specdemo.methods.heads.sampler import ChainBuilder, DraftVocab, TokenSampler, run_chain_graph
@@ -38,6 +39,7 @@ class DraftModel(Method, method="draft_model"):
     summary = "A small model drafts several tokens; the target verifies them in one pass."
     needs_model = True
     cross_vocabulary: ClassVar[bool] = True
+    parallel: ClassVar[bool] = False  # whether it drafts with the mask tokens of a PARD model
     Options = DraftOptions
     objective: Objective = Objective()
 
@@ -67,6 +69,9 @@ class DraftModel(Method, method="draft_model"):
         self.model = _to_target(model, target)
         self.parts, self.name = (self.model,), self.model.name
         self.head: nn.Module = self.model.model  # training updates the whole draft model
+        self.stated_mask: object = getattr(getattr(self.model.model, "config", None), MASK_TOKEN, None)
+        if self.stated_mask is not None and not self.parallel:
+            self.note = "This is a PARD model; method 'pard' drafts all its tokens in one pass."
         self._bridge: VocabBridge | None = None
         difference = tokenizer_difference(target, self.model)
         if difference:
@@ -91,11 +96,11 @@ class DraftModel(Method, method="draft_model"):
         target_mass, draft_mass = self._bridge.shared_mass(target, self.model)
         overlap = self._bridge.target_overlap
         self.note = (
-            "The draft model has another tokenizer and drafts only the shared tokens. "
+            f"{self.note} The draft model has another tokenizer and drafts only the shared tokens. "
             f"{100 * overlap:.0f} % of the target's tokens are shared; they hold {100 * target_mass:.0f} % of the "
             f"target's probability and {100 * draft_mass:.0f} % of the draft model's. One of the same family drafts "
             f"more. Difference: {difference}."
-        )
+        ).lstrip()
 
     @property
     def max_length(self) -> int | None:

@@ -37,6 +37,7 @@ FACTS = {
         drafting.draft_model,
         words=("draft-simple", "standalone", "draft model"),
     ),
+    "pard": Facts("pard:Pard", "PARD", drafting.pard, (drafting.MASK_TOKEN,)),
     "ngram": Facts("ngram:NGram", "Prompt lookup", drafting.no_passes, words=("lookup",)),
     "suffix": Facts("suffix:Suffix", "Suffix decoding", drafting.no_passes),
     "medusa": Facts("heads.medusa:Medusa", "Medusa", drafting.medusa, ("medusa",)),
@@ -72,6 +73,7 @@ FACTS = {
 # Short forms in the names of lanes with a policy, such as `Adaptive lookup`: of policies, and of drafters.
 POLICIES = {"adaptive": "Adaptive", "online": "Online", "synthetic": "Synthetic"}
 SHORT = {"draft_model": "draft", "ngram": "lookup", "suffix": "suffix", "mtp": "MTP", "lookahead": "lookahead"}
+MODELS = ("draft_model", "pard")  # methods whose drafter is a complete model
 PREDICTED = {name: facts for name, facts in FACTS.items() if facts.cost}
 
 

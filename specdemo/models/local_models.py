@@ -15,6 +15,7 @@ from pathlib import Path
 from huggingface_hub import constants
 
 from specdemo.core.safe_io import read_json
+from specdemo.costs.drafting import MASK_TOKEN
 from specdemo.costs.shapes import shape_of
 from specdemo.models import packaged
 from specdemo.models.gguf_files import (
@@ -65,6 +66,12 @@ class LocalModel:
             return self.bytes
         unread = shape.embedding + shape.expert * (shape.experts - shape.experts_per_token) * shape.expert_layers
         return int(self.bytes * (1.0 - unread / shape.parameters))
+
+    @property
+    def drafts_with(self) -> str:
+        """Return the method that drafts with the model."""
+        parallel = self.path.is_dir() and read_json(self.path / "config.json").get(MASK_TOKEN) is not None
+        return "pard" if parallel else "draft_model"
 
     @property
     def vocabulary(self) -> str:
@@ -129,7 +136,7 @@ def draft_models(target: LocalModel, models: Iterable[LocalModel]) -> list[Draft
                 distance = abs(math.log(ratio / BEST_RATIO))
         except ValueError:
             reason = "damaged"
-        fit = DrafterFit(model.name, "draft_model", not reason, reason or size_words(ratio), model.store)
+        fit = DrafterFit(model.name, model.drafts_with, not reason, reason or size_words(ratio), model.store)
         fits.append((distance, fit))
     return [fit for _, fit in sorted(fits, key=itemgetter(0))]
 

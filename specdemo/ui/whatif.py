@@ -26,7 +26,7 @@ from specdemo.costs.passes import measured_passes
 from specdemo.costs.profiles import profile, profiles
 from specdemo.costs.shapes import reference_configs
 from specdemo.methods import BASELINE
-from specdemo.methods.facts import PREDICTED
+from specdemo.methods.facts import MODELS, PREDICTED
 from specdemo.models.ref import ModelRef
 from specdemo.presets.files import load_presets
 from specdemo.presets.link import OWN as OWN_MODEL
@@ -268,7 +268,7 @@ def _drafts() -> list[tuple[str, str]]:
     small = [name for name in _on_the_hub() if shape(name).parameters < SMALL]
     kinds = {name: method_in(reference_configs()[name], plug_ins=False) for name in small}
     models = [(f"{titles[kind]}: {name}", f"{kind}:{name}") for name, kind in kinds.items()]
-    without_model = [(title, name) for name, title in titles.items() if name != "draft_model"]
+    without_model = [(title, name) for name, title in titles.items() if name not in MODELS]
     return [("as in the run", SAME), *without_model, *models]
 
 

@@ -176,6 +176,7 @@ def test_engines_name_of_a_method(words, name):
     "config, name",
     [
         ({"model_type": "llama"}, "draft_model"),
+        ({"model_type": "qwen3", "pard_token": 151670, "spd_type": "pard"}, "pard"),
         ({"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32000}, "eagle"),
         ({"architectures": ["DFlashDraftModel"], "block_size": 16}, "dflash"),
         ({"medusa_num_heads": 4}, "medusa"),

@@ -17,7 +17,7 @@ from specdemo.costs.drafting import Drafting
 from specdemo.costs.profiles import Figure, MeasuredStep, Passes, profile, profiles
 from specdemo.costs.roofline import device_of, step_cost, work
 from specdemo.costs.shapes import reference_configs
-from specdemo.methods.facts import PREDICTED
+from specdemo.methods.facts import MODELS, PREDICTED
 from specdemo.presets.files import FOLDER
 
 H100 = profile("h100-sxm")
@@ -61,7 +61,7 @@ def test_a_free_perfect_draft_gives_k_and_one(k):
 @pytest.mark.parametrize("method", PREDICTED)
 @pytest.mark.parametrize("device", ["h100-sxm", "laptop-cpu"])
 def test_every_method_has_a_cost_and_an_interval_around_its_value(method, device):
-    model = "llama-1b" if method == "draft_model" else None
+    model = "llama-1b" if method in MODELS else None
     found = predict("llama-8b", device=device, method=method, model=model, ks=(1, 2, 4))
     assert found.as_dict()["method"] == method
     free = PREDICTED[method].cost(shape("llama-8b"), reference_configs()["llama-1b"], {}).first is None

@@ -133,7 +133,7 @@ def draft_of(name):
     return tiny_llama(UncachedTarget.vocab_size) if method(model_method(name)).needs_model else None
 
 
-@pytest.mark.parametrize("name", [*WITHOUT_WEIGHTS, "draft_model", *WRAPPERS])
+@pytest.mark.parametrize("name", [*WITHOUT_WEIGHTS, "draft_model", "pard", *WRAPPERS])
 def test_greedy_output_is_that_of_transformers(name):
     target = UncachedTarget()
     drafter = load_drafter(name, target, draft_of(name))

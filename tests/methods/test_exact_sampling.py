@@ -62,6 +62,7 @@ EXACT = [name for name in METHODS if name != "none" and method(name).exact]
         *((name, "lossless", 0.0, 1.0) for name in EXACT),
         ("draft_model", "lossless", 0.0, 0.5),
         ("draft_model", "lossless", 0.208, 1.0),  # some drafts are cut
+        ("pard", "lossless", 0.208, 1.0),
         ("layer_skip", "lossless", 0.4, 1.0),
         ("mlp_speculator", "lossless", 0.235, 1.0),
     ],

@@ -41,6 +41,7 @@ from specdemo.ui.controls import component_props
 from specdemo.ui.setup import from_values, to_values
 from tests.generation import output
 from tests.gguf_export import GGUFVocab, write_gguf
+from tests.methods.test_pard import as_pard
 from tests.processes import ROOT
 
 CPU = torch.device("cpu")
@@ -232,6 +233,15 @@ def test_greedy_draft_in_one_call_is_that_of_single_passes(target, reference, fi
     assert [event.path for event in events] == [event.path for event in expected]
     for event, other in zip(events[1:], expected[1:], strict=True):
         assert event.draft_probs[0] == pytest.approx(other.draft_probs[0], abs=2e-4)
+
+
+def test_a_pard_model_of_transformers_drafts_for_a_gguf_target(target, reference, files, tmp_path):
+    prompt, config = ids_of(reference, TEXTS[0]), GenerationConfig(32, budget=Budget(4, 4))
+    drafter = load_drafter("pard", target, as_pard("stories-draft-wide", tmp_path / "draft"))
+    plain = output(target, load_drafter("none", target), prompt, config)
+    assert output(target, drafter, prompt, config) == plain
+    with pytest.raises(ValueError, match="has no pard_token in a config.json; choose method 'draft_model' for it"):
+        drafter_of("pard", target, files)
 
 
 @pytest.mark.parametrize("lack", ["functions", "agreement"])

@@ -88,6 +88,17 @@ def test_models_of_every_store(home):
     )
 
 
+def test_a_model_drafts_by_the_method_of_its_config(home):
+    for name, config in (("plain", {}), ("parallel", {"pard_token": 2})):
+        transformers_model(home, name=name, **config)
+    transformers_model(home, rows=64, name="big")
+    big, *smaller_ones = local_models()
+    assert {fit.drafter: fit.method for fit in draft_models(big, smaller_ones) if fit.fits} == {
+        "org/plain": "draft_model",
+        "org/parallel": "pard",
+    }
+
+
 def test_models_next_to_a_file_and_those_that_specdemo_downloaded(home, monkeypatch, tmp_path):
     small = home("mine/small.gguf", gguf(tokens=TOKENS))
     home("mine/sub/other.gguf", gguf(tokens=TOKENS))

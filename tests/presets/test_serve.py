@@ -13,7 +13,7 @@ from specdemo.servers.engines import serving_engine
 from specdemo.servers.engines.base import Installed
 
 BASE = preset("two-servers")
-VLLM = {"draft_model", "ngram", "suffix", "medusa", "mtp", "eagle", "dflash", "gemma4_assistant", "adaptive"}
+VLLM = {"draft_model", "pard", "ngram", "suffix", "medusa", "mtp", "eagle", "dflash", "gemma4_assistant", "adaptive"}
 SGLANG = {"draft_model", "ngram", "mtp", "eagle", "dflash", "gemma4_assistant"}
 
 
@@ -38,6 +38,15 @@ def after(words, flag):
         (
             {"method": "draft_model", "model": "Qwen/Qwen3-0.6B", "k": 5},
             {"method": "draft_model", "model": "Qwen/Qwen3-0.6B", "num_speculative_tokens": 5},
+        ),
+        (
+            {"method": "pard", "model": "amd/PARD-Qwen3-0.6B", "k": 12},
+            {
+                "method": "draft_model",
+                "model": "amd/PARD-Qwen3-0.6B",
+                "num_speculative_tokens": 12,
+                "parallel_drafting": True,
+            },
         ),
         (
             {"method": "ngram", "k": 5, "options": {"min_n": 2, "max_n": 5}},
@@ -168,7 +177,7 @@ def test_a_pinned_model_is_served_at_its_revision():
 
 
 def test_unsupported_server_feature_is_one_line():
-    models = {name: {"model": "some/drafter"} for name in ("draft_model", "medusa", "mlp_speculator")}
+    models = {name: {"model": "some/drafter"} for name in ("draft_model", "pard", "medusa", "mlp_speculator")}
     models |= {
         name: {"model": "some/drafter"} for name in ("mtp", "eagle", "dflash", "gemma4_assistant", "adaptive", "online")
     }

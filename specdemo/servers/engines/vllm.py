@@ -82,6 +82,10 @@ def named(name: str) -> EngineArgs:
     return flags
 
 
+def _pard(model: str | None, k: int, options: MethodOptions) -> Flags:
+    return speculative_config(method="draft_model", model=model, num_speculative_tokens=k, parallel_drafting=True)
+
+
 def _ngram(model: str | None, k: int, options: MethodOptions) -> Flags:
     sizes = {"prompt_lookup_min": options["min_n"], "prompt_lookup_max": options["max_n"]}
     return speculative_config(method="ngram", num_speculative_tokens=k, **sizes)
@@ -138,6 +142,7 @@ class VLLM(ServingEngine):
     )
     methods: ClassVar = {
         "draft_model": named("draft_model"),
+        "pard": _pard,
         "ngram": _ngram,
         "suffix": named("suffix"),
         "medusa": named("medusa"),

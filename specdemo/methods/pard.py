@@ -1,0 +1,54 @@
+"""PARD: a draft model that drafts k tokens in one pass (2504.18583; authors' code: AMD-AGI/PARD).
+
+It reads the tokens that it lacks and k - 1 mask tokens after the root. Logits of the root and of every mask are those
+of a draft token, which is drawn without the others: its q is that of its position. The pass is provisional, so that the
+masks never enter the KV cache.
+"""
+
+from typing import NoReturn
+
+from specdemo.core.protocol import Budget, Enough, Progress, Target
+from specdemo.core.tree import Draft
+from specdemo.costs.drafting import MASK_TOKEN
+from specdemo.methods.base import DraftOptions
+from specdemo.methods.draft_model import DraftModel
+from specdemo.methods.heads.sampler import ChainBuilder
+from specdemo.models.checkpoints import Checkpoint
+from specdemo.models.shared import graph_target
+
+
+class Pard(DraftModel, method="pard"):
+    summary = "A small model drafts several tokens in one pass, by mask tokens; the target verifies them in one pass."
+    parallel = True
+
+    @classmethod
+    def recognises(cls, checkpoint: Checkpoint) -> bool:
+        return checkpoint.config.get(MASK_TOKEN) is not None and super().recognises(checkpoint)
+
+    def __init__(self, target: Target, model: object, options: DraftOptions | None = None) -> None:
+        """Raises ValueError for a model without a mask token, or with one outside its vocabulary."""
+        super().__init__(target, model, options)
+        mask = self.stated_mask
+        if mask is None:
+            raise ValueError(f"{self.name} has no {MASK_TOKEN} in a config.json; choose method 'draft_model' for it")
+        if not isinstance(mask, int) or not 0 <= mask < self.model.vocab_size:
+            raise ValueError(
+                f"{MASK_TOKEN} {mask!r} of {self.name} is not in its vocabulary of {self.model.vocab_size}; fetch its "
+                "config.json again"
+            )
+        self._mask = mask
+
+    def read_bytes(self, k: int) -> int:
+        return self.weight_bytes  # one pass drafts all tokens
+
+    def loss(self, batch: Progress) -> NoReturn:
+        raise ValueError("a PARD model would forget its mask tokens while it learns; choose another draft model")
+
+    def _draft(self, depth: int, enough: Enough | None = None) -> Draft:
+        builder = ChainBuilder(self.sampler, self._draft_vocab)
+        builder.append(self._shared_logits(self._catch_up(self._crop_to_common(), [self._mask] * (depth - 1))))
+        return builder.build()
+
+    def capture_graphs(self, budget: Budget) -> None:
+        if model := graph_target(self.model):
+            model.capture_graphs(2 * budget.chain)  # after a full acceptance k + 1 tokens are missing
