@@ -23,7 +23,7 @@ function laneCard(lane) {
   const result = make("span", "", lane.index ? "" : laneOptions(lane));
   const [number, unit] = [withData(make("b", "", "–"), { metric: "tokens_per_s", ofLane: lane.index }), make("span", "", "tok/s")];
   const header = make(
-    "header", "", laneNumber(lane), Object.assign(make("h3", "", lane.name, ...lossy(lane), ...remote(lane)), { title: fullName(lane) }),
+    "header", "", laneNumber(lane), Object.assign(make("h3", "", lane.name, ...lossy(lane), ...remote(lane)), { title: [fullName(lane), laneOptions(lane)].filter(Boolean).join(", ") }),
     lane.index && Object.assign(make("span", "sd-lane-options", laneOptions(lane)), { title: laneOptions(lane) }),
     make("span", "sd-speed", number, " ", unit), make("span", "sd-lane-result", result, state)
   );
