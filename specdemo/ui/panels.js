@@ -28,9 +28,10 @@ function addChartPoints(lane, line) {
 }
 
 function drawThroughput() {
-  const lines = run.lanes.map((lane) => ({ name: String(lane.index), points: lane.points, series: lane.index }));
-  const label = `Throughput of ${run.lanes.map((lane) => lane.name).join(", ")} over device time`;
-  plot($("#chart"), { lines, unit: "seconds of device time", label, wide: player.span / 1000 || 1, direct: true });
+  const begin = chartStart(run.lanes) / 1000;
+  const lines = run.lanes.map((lane) => ({ name: String(lane.index), points: lane.points.map(([x, y]) => [x - begin, y]), series: lane.index }));
+  const label = `Throughput of ${run.lanes.map((lane) => lane.name).join(", ")} over device time after the first token`;
+  plot($("#chart"), { lines, unit: "s after first token", label, wide: player.span / 1000 - begin || 1, direct: true });
 }
 
 // Draws the histogram of accepted tokens and the acceptance rate by position, or the reason why there is none. A server may report only rates.

@@ -1,6 +1,10 @@
 // The ribbon: one strip per lane on the clock of the throughput chart, with a cell per step as wide as its time. A cell rises
 // by the tokens that the step wrote, and falls by the draft tokens that were discarded.
 
+/** Returns the device time of the first token of any lane, ms, with which the charts over time begin: before it there is only the prefill.
+ * @param {Lane[]} lanes */
+const chartStart = (lanes) => Math.min(...lanes.flatMap(({ lines }) => lines.slice(0, 1)).filter(({ so_far }) => so_far).map(({ at }) => at), player.span);
+
 const CELL_PARTS = ["accepted", "corrected", "bonus", "target", "unknown", "rejected"];
 
 /** Counts the tokens of a step by the part of the cell that they fill. @returns {Record<string, number>} */
@@ -35,9 +39,10 @@ function drawRibbons() {
   const box = $(".sd-ribbons");
   if (!box.childElementCount) box.append(...run.lanes.flatMap((lane) => [laneNumber(lane), strip(lane)]));
   const [up, down] = [Math.max(1, ...run.lanes.map(({ ribbon }) => ribbon.up)), Math.max(...run.lanes.map(({ ribbon }) => ribbon.down))];
+  const begin = chartStart(run.lanes);
   for (const { index, name, ribbon } of run.lanes) {
     const drawing = box.children[2 * index + 1];
-    drawing.setAttribute("viewBox", `0 ${-up} ${Math.max(player.span, 1)} ${up + down}`);
+    drawing.setAttribute("viewBox", `${begin} ${-up} ${Math.max(player.span - begin, 1)} ${up + down}`);
     drawing.setAttribute("aria-label", `${name}: ${ribbon.ends.length} steps, at most ${ribbon.up} tokens in one`);
     for (const path of drawing.children) path.setAttribute("d", ribbon.paths[path.dataset.part] ?? "");
   }
@@ -49,7 +54,8 @@ function strip(lane) {
   const drawing = svg("svg", { preserveAspectRatio: "none", role: "img" }, ...paths);
   drawing.addEventListener("click", (event) => {
     const { left, width } = drawing.getBoundingClientRect();
-    const step = lane.ribbon.ends.findIndex((end) => end >= ((event.clientX - left) / width) * player.span);
+    const begin = chartStart(run.lanes);
+    const step = lane.ribbon.ends.findIndex((end) => end >= begin + ((event.clientX - left) / width) * (player.span - begin));
     if (step >= 0) selectStep(lane, step);
   });
   return drawing;

@@ -386,6 +386,7 @@ def test_a_first_visit_shows_the_recorded_race_of_the_preset(visit):
     page.locator(".sd-replay").click()
     wait_for_text(page, "^Replayed")
     page.wait_for_function(f"points => {charted} === points", arg=points)
+    assert "after first token" in page.locator("#chart .sd-unit").text_content()
     choose_example(page, "Code vs. story")  # three lanes, whose names have room
     expect(page.locator(".sd-lane h3")).to_have_count(3)
     assert page.locator(".sd-lane h3").evaluate_all("heads => heads.every(e => e.scrollWidth <= e.clientWidth)")
