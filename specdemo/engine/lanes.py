@@ -318,8 +318,8 @@ def _forms(spec: Comparison, template: bool | None) -> tuple[servers.Form, ...]:
 
 
 def chat_messages(spec: Comparison, template: bool) -> list[ChatMessage]:
-    """Return the messages that the lanes answer; empty if they complete a text. Raises ValueError if the chat template
-    is missing."""
+    """Return the messages that the lanes answer, or whose last one, an answer, they continue; empty if they complete a
+    text. Raises ValueError if the chat template is missing."""
     chat = template if spec.chat is None else spec.chat
     if chat and not template:
         raise ValueError(f"{spec.target} has no chat template, so it only completes texts; turn chat off")
@@ -328,7 +328,9 @@ def chat_messages(spec: Comparison, template: bool) -> list[ChatMessage]:
     if not chat and spec.thinking != "default":
         raise ValueError("text completion has no thinking mode; leave thinking at default or turn chat on")
     system = [{"role": "system", "content": spec.system}] if spec.system else []
-    return [*system, *map(dict, spec.history), {"role": "user", "content": spec.prompt}] if chat else []
+    answered = not spec.history or spec.history[-1]["role"] == "assistant"
+    last = {"role": "user" if answered else "assistant", "content": spec.prompt}
+    return [*system, *map(dict, spec.history), last] if chat else []
 
 
 def _grammar(spec: Comparison, target: Target, tokenizer: PreTrainedTokenizerBase) -> Grammar | None:

@@ -452,19 +452,29 @@ def session() -> Session:
     return Session()
 
 
-def follow_up(spec: Comparison, trace: RunTrace, message: str) -> Comparison:
-    """Return the comparison that continues a finished one: every lane gets the message after the baseline's answer, so
-    that all read one prompt. Raises ValueError if the run was not a chat."""
+def follow_up(spec: Comparison, trace: RunTrace, message: str | None = None) -> Comparison:
+    """Return the comparison that continues a finished one: every lane gets the message after the baseline's answer, or
+    without a message goes on with its text, so that all read one prompt. Raises ValueError if the run was not a chat,
+    or without a message if that text was not cut or a server answers the chat."""
+    baseline = trace.lanes[0]
+    text = baseline.text if message else baseline.text.rstrip("\ufffd")  # a character that was cut
+    if message is None and baseline.finish != "length":
+        raise ValueError("the text of plain decoding was not cut; press Run for another one")
+    if message is None and not baseline.messages:
+        return spec.model_copy(update={"prompt": spec.prompt + text})
     if not all(lane.messages for lane in trace.lanes):
         raise ValueError(
             "this run continued a text; for a next turn, use a model with a chat template and turn chat on"
         )
     if len(trace.lanes) != len(spec.lanes) + 1 or any(lane.finish not in ("stop", "length") for lane in trace.lanes):
         raise ValueError("a lane has no complete answer to continue from; run the comparison again")
-    answer = {"role": "assistant", "content": trace.lanes[0].text}
-    return spec.model_copy(
-        update={"prompt": message, "history": (*trace.lanes[0].messages[1 if spec.system else 0 :], answer)}
-    )
+    if message is None and any(lane.server for lane in spec.all_lanes):
+        raise ValueError("servers do not continue the answer of a chat; increase max_new_tokens")
+    turns = baseline.messages[1 if spec.system else 0 :]
+    begun = turns.pop()["content"] if turns[-1]["role"] == "assistant" else ""  # of an answer that was continued
+    answer = {"role": "assistant", "content": begun + text}
+    history, prompt = (turns, answer["content"]) if message is None else ([*turns, answer], message)
+    return spec.model_copy(update={"prompt": prompt, "history": tuple(history)})
 
 
 def environment(target: Target | None) -> dict[str, object]:

@@ -67,15 +67,17 @@ def has_thinking_modes(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _apply_template(tokenizer: PreTrainedTokenizerBase, chat: list[dict[str, str]], thinking: Thinking) -> str:
-    """Apply the model's chat template. Raises ValueError, one line, if it fails or its output is too long."""
+    """Apply the model's chat template; an answer at the end of the chat has only begun. Raises ValueError, one line, if
+    the template fails or its output is too long."""
     arguments: dict[str, Any] = {**template_arguments(thinking)}
+    answer = chat.pop()["content"] if chat[-1]["role"] == "assistant" else ""
     try:
         text = str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False, **arguments))
     except Exception as error:  # a template is a program
         raise ValueError(f"the model's chat template rejects this conversation: {first_line(error)[:200]}") from None
     if len(text) > MAX_TEMPLATE_OUTPUT:
         raise ValueError(f"the model's chat template generates {len(text):,} characters; choose another model")
-    return text
+    return text + answer
 
 
 def sample_tokens(tokenizer: PreTrainedTokenizerBase | None, count: int, vocab_size: int) -> list[int]:

@@ -41,9 +41,12 @@ function laneCard(lane) {
   return view;
 }
 
+// Returns the beginning of a chat's answer that a lane continues.
+const begunAnswer = ({ messages = [] }) => (messages.at(-1)?.role === "assistant" ? messages.at(-1).content : "");
+
 // Returns the prompt: a text to continue, or the last message of a chat after the earlier messages, which are folded.
 function promptNodes(lane) {
-  const messages = lane.messages || [];
+  const messages = (lane.messages || []).slice(0, begunAnswer(lane) ? -1 : undefined);
   if (!messages.length) return [make("span", "sd-prompt", run.start.prompt)];
   const turns = messages.map(({ role, content }) => withData(make("div", "sd-turn", make("b", "sd-role", role), make("span", "sd-prompt", content)), { role }));
   const last = turns.pop();
@@ -151,7 +154,7 @@ function emptyLane(lane) {
   const { text } = lane.view;
   text.replaceChildren(...promptNodes(lane));
   lane.container = text;
-  if (lane.messages?.length) text.append((lane.container = make("div", "sd-answer"))); // a speech bubble
+  if (lane.messages?.length) text.append((lane.container = make("div", "sd-answer", begunAnswer(lane) && make("span", "sd-prompt", begunAnswer(lane))))); // a speech bubble
   const reads = run.start.lanes.length && run.start.schedule !== "sequential" && !run.end;
   pill(lane, ...(reads ? ["reading", "busy"] : ["idle"]));
   lane.view.rejectedNote.textContent = "";
@@ -180,6 +183,15 @@ function markParting({ outputNodes, view, container }, { index, comparison }) {
   if (token) token.before(mark);
   else container.append(mark);
   reveal(view.text, mark);
+}
+
+// Offers to continue the texts where they were cut. All lanes go on with that of plain decoding, so it must have been cut, too.
+function offerToContinue(/** @type {Run} */ { recorded, lanes }) {
+  const inChat = lanes[0].messages?.length && lanes.some(({ timing }) => timing === "requests"); // servers cannot
+  if (recorded || inChat || lanes[0].finish !== "length") return;
+  for (const { view } of lanes) {
+    view.text.querySelector(".sd-cut")?.after(Object.assign(clickable("sd-try", "Continue", () => gradioButton("extend").click()), { title: "All lanes continue the text of plain decoding" }));
+  }
 }
 
 function drawDone(lane, line, container) {

@@ -105,7 +105,8 @@ def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: b
             link = gr.Textbox(label="Link to this comparison", visible=False, info=where, elem_id="link", **copied)
             command = gr.Textbox(label="Command", info="Races it in a terminal", elem_id="command", **copied)
             wire_save(gr.Button("Save trace", size="sm", elem_id="save-json"), visits.save)
-    repeat = gr.Button("Repeat", elem_id="repeat")  # clicked by the badge of a noisy run, in tiles.js
+    # clicked by the badge of a noisy run, in tiles.js, and at the end of a text that was cut, in lanes.js
+    repeat, extend = gr.Button("Repeat", elem_id="repeat"), gr.Button("Continue", elem_id="extend")
     form.wire(page)
     run, again, row, message = (form.parts[name] for name in ("run", "continue", "follow", "message"))
     chosen, inputs = form.parts["setup"].submit, {"message": message}
@@ -113,9 +114,12 @@ def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: b
         ([run.click], visits.race, form.inputs),
         ([again.click, message.submit], visits.next_turn, inputs),
         ([repeat.click], visits.repeat, {}),
+        ([extend.click], visits.next_turn, {}),
     ]
     script, fold = assets.text("wait_for_link.js"), assets.text("share_panel.js")
-    for racing in wire(visits, starts, {"view": view}, form.parts["stop"], [run, opened, again, repeat], script):
+    for racing in wire(
+        visits, starts, {"view": view}, form.parts["stop"], [run, opened, again, repeat, extend], script
+    ):
         named(racing.success, visits.offer, inputs, {"row": row, **inputs}, **QUIET)
     named(share.click, visits.command, form.inputs, {"command": command}, **QUIET)
     wire_share(share, visits.share, form.inputs, link)

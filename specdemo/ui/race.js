@@ -378,6 +378,7 @@ function finish() {
   for (const lane of run.lanes.slice(1).filter(({ comparison }) => comparison?.parting)) [run.lanes[0], lane].forEach((one) => markParting(one, lane));
   const unfinished = run.end.finish === "cancelled" ? ["stopped", "fair"] : ["failed", "bad"];
   for (const lane of run.lanes) if (!lane.finish && lane.view) pill(lane, ...unfinished);
+  offerToContinue(run);
   markOutdated();
   if (run.userRun && !run.recorded) publishRun();
   $(".sd-estimate").hidden = !run.lanes.some((lane) => lane.predictable && numbers(lane).drafted);
@@ -496,7 +497,7 @@ function idle(line) {
 element.addEventListener("keydown", onKey);
 element.addEventListener("click", onClick);
 document.addEventListener("specdemo:edit", closeInspector); // on a phone it would cover the controls
-document.addEventListener("click", ({ target }) => /** @type {Element} */ (target).closest?.("#run, #continue, #repeat") && runPressed());
+document.addEventListener("click", ({ target }) => /** @type {Element} */ (target).closest?.("#run, #continue, #repeat, #extend") && runPressed());
 wireTransport();
 document.addEventListener("specdemo:settings", () => {
   // until the rejected settings are changed; those before them may be described only now

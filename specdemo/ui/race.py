@@ -216,12 +216,12 @@ class Visits(Jobs[Log]):
         return Log(before=last, key=last.key, spec=repeated)
 
     def next_turn(self, values: Values, last: Log | None) -> Log:
-        """Return the job of the chat's next turn."""
-        if last is None or last.spec is None or last.trace is None or last.recorded:
-            raise ValueError("no chat to continue; press Run first")
-        base = limits.fit(preset(last.spec.id))
-        message = limits.admit(base.with_changes(prompt=values["message"])).prompt
-        return Log(before=last, spec=follow_up(last.spec, last.trace, message))
+        """Return the job of the chat's next turn; without a message, that of the texts that were cut."""
+        if last is None or last.spec is None or last.trace is None:
+            raise ValueError("nothing to continue; press Run first")
+        spec = follow_up(last.spec, last.trace, values.get("message"))
+        limits.admit(limits.fit(preset(spec.id)).with_changes(prompt=spec.prompt))
+        return Log(before=last, spec=spec)
 
     def offer(self, request: gr.Request, values: Values) -> Values:
         """Show the follow-up prompt if the visible run is a chat of this page; empty after its message is answered."""

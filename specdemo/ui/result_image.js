@@ -43,7 +43,7 @@ function breakLines(pieces, width, measure) {
 
 /** Returns the text of a lane at a time as pieces: prompt, output tokens, and the draft of the current step if it lasts long enough. */
 function piecesAt(source, lane, clock, displayMs) {
-  const prompt = lane.messages?.length ? `${source.start.prompt.trimEnd()}\n\n` : source.start.prompt; // an answer is a paragraph of its own
+  const prompt = lane.messages?.length && !begunAnswer(lane) ? `${source.start.prompt.trimEnd()}\n\n` : source.start.prompt; // an answer is a paragraph of its own
   const pieces = (prompt.match(/\s*\S+|\s+/g) ?? []).map((text) => ({ text, kind: "prompt" }));
   for (const line of lane.lines.slice(0, lane.next)) (line.text ?? []).forEach((text, i) => pieces.push({ text, kind: line.output_outcomes[i] }));
   const [before, step] = [lane.lines[lane.next - 1], lane.lines[lane.next]];

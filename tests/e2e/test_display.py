@@ -328,14 +328,19 @@ def test_a_recording_stands_for_no_run_that_failed(display):
     assert "1.33×" in display.read(".sd-headline")[0] and not display.read(f"{label}, {grey}")
 
 
-@pytest.mark.parametrize(("finish", "marks"), [("length", 2), ("cancelled", 0)])
-def test_an_answer_that_its_limit_cut_says_so(display, finish, marks):
+@pytest.mark.parametrize(("finish", "marks"), [("length", 3), ("cancelled", 0)])
+def test_an_answer_that_its_limit_cut_says_so_and_can_go_on(display, finish, marks):
     trace = race(finish)
+    trace.lanes[0].finish = finish
     trace.config["max_new_tokens"] = len(HOSTILE)
     display.pace("1")
     display.show(Log().add(replay(trace)))
     display.wait(3000)
     assert display.read(".sd-cut") == [f"Cut at {len(HOSTILE)} tokens"] * marks
+    assert display.read(".sd-text .sd-try") == ["Continue"] * marks
+    display.show(replayed(trace).text)
+    display.wait(3000)
+    assert not display.read(".sd-text .sd-try")  # its models may be anywhere
 
 
 def test_a_refusal_stays_until_the_settings_that_it_is_about_are_changed(display):

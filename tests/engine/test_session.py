@@ -460,6 +460,46 @@ def test_all_lanes_continue_the_baselines_conversation(runner, chatty):
     assert [m["role"] for m in third.history] == ["user", "assistant"] * 2
 
 
+def test_texts_that_were_cut_go_on_where_they_were_cut(runner):
+    whole, last = (spec(max_new_tokens=n) for n in (18, 6))
+    parts = [runner.run(last)]
+    for _ in range(2):
+        last = follow_up(last, parts[-1])
+        parts.append(runner.run(last))
+    for lanes in zip(*(trace.lanes for trace in parts), strict=True):
+        assert "".join(lane.text for lane in lanes) == runner.run(whole).lanes[0].text
+
+
+def test_answers_that_were_cut_go_on_in_their_turn(runner, chatty):
+    first = spec(target=chatty, system="Be brief.", max_new_tokens=6)
+    trace = runner.run(first)
+    second = follow_up(first, trace)
+    again = runner.run(second)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(chatty)
+    for lane in again.lanes:
+        assert [m["role"] for m in lane.messages] == ["system", "user", "assistant"]
+        shown = [
+            tokenizer.decode(encode(tokenizer, messages, 2048)) for messages in (lane.messages[:-1], lane.messages)
+        ]
+        assert shown[1] == shown[0] + trace.lanes[0].text and tokenizer.decode(lane.prompt_ids) == shown[1]
+    third = follow_up(second, again, "And then?")
+    assert [m["role"] for m in third.history] == ["user", "assistant"]
+    assert third.history[-1]["content"] == trace.lanes[0].text + again.lanes[0].text
+
+
+def test_only_a_text_that_was_cut_goes_on_and_no_answer_of_a_server(runner, chatty):
+    first = spec(target=chatty, max_new_tokens=4)
+    trace = runner.run(first)
+    served = first.model_copy(update={"lanes": [Lane(method="ngram", server="http://127.0.0.1:1")]})
+    with pytest.raises(ValueError, match="servers do not continue the answer of a chat"):
+        follow_up(served, trace)
+    trace.lanes[0].text = "Hello \ufffd"  # cut within a character
+    assert follow_up(first, trace).prompt == "Hello "
+    trace.lanes[0].finish = "stop"
+    with pytest.raises(ValueError, match="was not cut"):
+        follow_up(first, trace)
+
+
 def test_only_complete_chats_have_a_next_turn(runner, chatty, trace):
     raw = spec(target=chatty, chat=False, max_new_tokens=4)
     for done in (runner.run(raw), trace):

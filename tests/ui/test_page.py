@@ -251,7 +251,7 @@ class ChatSession:
         self.comparisons.append(spec)
         trace = hostile_trace()
         for lane in trace.lanes:
-            lane.messages = [*spec.history, {"role": "user", "content": spec.prompt}]
+            lane.messages, lane.finish = [*spec.history, {"role": "user", "content": spec.prompt}], "length"
         trace.lanes[1].pieces[-1] = " other"
         trace.lanes[1].text = "".join(trace.lanes[1].pieces)
         yield from replay(trace)
@@ -275,6 +275,9 @@ def test_a_chat_continues_from_the_baselines_answer(monkeypatch):
     answer = hostile_trace().lanes[0].text
     contents = [message["content"] for message in session.comparisons[-1].history]
     assert contents == [prompts[0], answer, "Why?", answer]
+    list(played(visits, visits.next_turn, visitor, {}))  # the stand-in's answers are cut
+    assert session.comparisons[-1].prompt == answer
+    assert [message["content"] for message in session.comparisons[-1].history] == [*contents, "And then?"]
 
 
 SCRIPT = """// One.
