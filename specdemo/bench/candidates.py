@@ -65,8 +65,8 @@ def _comparable(lane: Lane) -> bool:
 
 def with_lengths(name: str, lane: Lane, pass_ms: Mapping[int, float], draft: float = 0.0) -> list[Lane]:
     """Return the candidates of a drafter, named, the longest drafts last. None where a step takes longer than plain
-    decoding of what it yields, however much is accepted. pass_ms: empty on servers, where those besides the lengths are
-    the first. draft: time to draft a token, in passes."""
+    decoding of what it yields, however much is accepted. pass_ms: empty on servers, where other candidates follow.
+    draft: time to draft a token, in passes."""
     chooses, wraps = method(lane.method).chooses_length, lane.method in wrappable("adaptive")
     nodes = lane.tree_nodes
     if nodes and not lane.chooses_nodes and pass_ms and lane.budget.depth + 1 < pass_ratio(pass_ms, nodes + 1):
@@ -80,7 +80,7 @@ def with_lengths(name: str, lane: Lane, pass_ms: Mapping[int, float], draft: flo
     if lane.options or not wraps:
         return lanes
     if not pass_ms:
-        return [*_of_servers(name, lane), *lanes]
+        return [*lanes, *_of_servers(name, lane)]
     adaptive = Lane(
         method="adaptive", model=lane.model, k=ks[-1], options={"drafter": lane.method}, name=f"{name}, adaptive"
     )
