@@ -19,7 +19,7 @@ from specdemo.core.definitions import DEFINITIONS, Tile, table
 HERE = Path(__file__).parent
 HOW = tuple(f"{name}.js" for name in "helpers chart tree pending_tokens slow_motion maths how".split())
 _RACE = "helpers player chart tree lanes bars pending_tokens slow_motion tiles ribbon panels inspector transport"
-RACE = tuple(f"{name}.js" for name in [*_RACE.split(), "result_image", "race"])
+RACE = tuple(f"{name}.js" for name in [*_RACE.split(), "result_image", "run_history", "race"])
 SWEEP = ("helpers.js", "chart.js", "pays.js", "sweep.js")
 SCRIPTS: dict[str, bytes] = {}  # name -> script that a view loads when its tab is opened first
 COMMENT = re.compile(r"^[ \t]*(?://[^\n]*|/\*\*(?:(?!\*/).)*\*/)\n|^[ \t]+", re.MULTILINE | re.DOTALL)

@@ -164,7 +164,7 @@ function curves(picture, { width, height, direct }, options) {
     picture.append(svg("path", { d: `M${margin.left},${up} h${inner}`, class: "sd-rule" }));
     picture.append(svg("text", { x: margin.left - 6, y: up + 4, "text-anchor": "end" }, withUnit(y, { ...options, digits: undefined })));
   }
-  const unitWidth = places ? 0 : 6 * unit.length + 12;
+  const unitWidth = places ? 0 : 6.5 * unit.length + 14;
   for (const x of places ?? (doubling ? doublings(wide ?? 2 ** end) : ticks(end, Math.min(inner / 45, 10)).filter((x) => x >= start))) {
     const [across] = at([x, 0]);
     if (across < margin.left + inner + 10 - unitWidth) picture.append(svg("text", { x: across, y: height - margin.bottom + 17, "text-anchor": along(x) ? "middle" : "start" }, brief(x)));

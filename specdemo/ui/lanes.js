@@ -190,8 +190,12 @@ function offerToContinue(/** @type {Run} */ { recorded, lanes }) {
   const inChat = lanes[0].messages?.length && lanes.some(({ timing }) => timing === "requests"); // servers cannot
   if (recorded || inChat || lanes[0].finish !== "length") return;
   for (const { view } of lanes) {
-    view.text.querySelector(".sd-cut")?.after(Object.assign(clickable("sd-try", "Continue", () => gradioButton("extend").click()), { title: "All lanes continue the text of plain decoding" }));
+    const proceed = clickable("sd-try", "Continue", () => gradioButton("extend").click());
+    proceed.title = "All lanes continue the text of plain decoding";
+    view.text.querySelector(".sd-cut")?.after(proceed);
+    view.hasNewText = true;
   }
+  stickToBottom();
 }
 
 function drawDone(lane, line, container) {

@@ -27,11 +27,18 @@ function addChartPoints(lane, line) {
   lane.points.push([clock_ms / 1000, recent]);
 }
 
+/** Returns the tokens/s of every lane over the seconds after the first token. */
+function curvesOf(lanes) {
+  const begin = chartStart(lanes) / 1000;
+  return lanes.map(({ points, index }) => ({ points: points.map(([x, y]) => [x - begin, y]), series: index }));
+}
+
 function drawThroughput() {
-  const begin = chartStart(run.lanes) / 1000;
-  const lines = run.lanes.map((lane) => ({ name: String(lane.index), points: lane.points.map(([x, y]) => [x - begin, y]), series: lane.index }));
+  const laid = (laidOver?.curves ?? []).map((curve) => ({ ...curve, faint: true, dashed: true }));
+  const lines = [...laid, ...curvesOf(run.lanes).map((curve) => ({ ...curve, name: String(curve.series) }))];
   const label = `Throughput of ${run.lanes.map((lane) => lane.name).join(", ")} over device time after the first token`;
-  plot($("#chart"), { lines, unit: "s after first token", label, wide: player.span / 1000 - begin || 1, direct: true });
+  const end = (player.span - chartStart(run.lanes)) / 1000;
+  plot($("#chart"), { lines, unit: "s after first token", label, wide: Math.max(end, ...laid.map(({ points }) => points.at(-1)?.[0] ?? 0)) || 1, direct: true });
 }
 
 // Draws the histogram of accepted tokens and the acceptance rate by position, or the reason why there is none. A server may report only rates.

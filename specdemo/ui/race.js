@@ -7,6 +7,7 @@ const READY = $(".sd-headline").textContent; // shown until a run starts
 /** @type {Run} */
 let run = null; // the visible run: its start line, its end line, its lanes
 let nextRun = null; // a run that has not started yet; the last one stays visible
+let newest = ""; // id of the run that the server can repeat and save
 
 // ---- the log
 
@@ -74,7 +75,8 @@ function started(line) {
   nextRun = null;
   $(".sd-transport").removeAttribute("data-idle");
   if ($(".sd-notes").hidden) $(".sd-reasons").append($(".sd-notes")); // above the lanes, notes of a run would move them
-  run.lanes = line.lanes.map((lane, index) => ({ ...lane, index, ...initialStream(), over: false }));
+  run.lanes = lanesOf(line);
+  newest = run.id;
   showRun(shouldAutoplay());
 }
 
@@ -164,6 +166,7 @@ function drawStages() {
   };
   list.hidden = !stages;
   list.replaceChildren(...(stages ? STAGES.map(part) : []));
+  drawHistory();
   markOutdated();
   paint();
 }
@@ -287,6 +290,7 @@ function replay() {
 
 /** Updates the status line and the state of the lanes. */
 function showPlayback() {
+  drawHistory();
   for (const lane of run.done ? [] : run.lanes) {
     if (lane.next && !lane.finish) pill(lane, player.paused ? "paused" : "generating", "busy");
   }
@@ -323,6 +327,7 @@ function hideRejected() {
 function showRun(replayed) {
   film?.close();
   player.load(run, replayed);
+  document.getElementById("save-json")?.toggleAttribute("inert", Boolean(run.earlier)); // the server has the newest run
   $(".sd-lanes").replaceChildren();
   $(".sd-race").replaceChildren();
   $(".sd-next").hidden = $(".sd-estimate").hidden = $(".sd-card").hidden = true;
@@ -355,7 +360,7 @@ function badge() {
   const details = (run.recorded ? facts : machine(environment)).filter(Boolean).map((word) => String(word).slice(0, 60)).join(" · ");
   node.hidden = false;
   node.classList.toggle("sd-recorded", run.recorded);
-  node.textContent = run.recorded ? recordedOn(environment) : details;
+  node.textContent = run.earlier ? "Earlier run of this page" : run.recorded ? recordedOn(environment) : details;
   node.title = run.recorded ? details : "";
   const slogan = document.querySelector(".sd-slogan");
   if (slogan) slogan.textContent = run.start.same_bits ? "Same output, bit for bit" : "Same output";
@@ -376,12 +381,13 @@ function finish() {
   });
   for (const mark of element.querySelectorAll(".sd-parting")) mark.remove();
   for (const lane of run.lanes.slice(1).filter(({ comparison }) => comparison?.parting)) [run.lanes[0], lane].forEach((one) => markParting(one, lane));
+  keepRun(run);
   const unfinished = run.end.finish === "cancelled" ? ["stopped", "fair"] : ["failed", "bad"];
   for (const lane of run.lanes) if (!lane.finish && lane.view) pill(lane, ...unfinished);
   offerToContinue(run);
   markOutdated();
   if (run.userRun && !run.recorded) publishRun();
-  $(".sd-estimate").hidden = !run.lanes.some((lane) => lane.predictable && numbers(lane).drafted);
+  $(".sd-estimate").hidden = run.earlier || !run.lanes.some((lane) => lane.predictable && numbers(lane).drafted);
   drawCard(run.end.card ?? [], run.end.found);
   $(".sd-cause").textContent = $(".sd-cause").title = run.lanes[run.end.headline?.lane]?.comparison?.cause ?? "";
   drawNext();
@@ -451,7 +457,7 @@ function markOutdated() {
   const failed = Boolean((run.failure || (stages && (run.end || nextRun))) && run.start.lanes.length);
   const whose = failed && run.still ? "Recording of another machine" : outdated ? `Result of earlier settings: ${drafters(run.lanes)}` : "Result of the run before";
   $(".sd-headline").toggleAttribute("data-outdated", outdated && !failed);
-  for (const part of element.querySelectorAll(".sd-stage, .sd-headline")) part.toggleAttribute("data-recorded", Boolean(run.recorded));
+  for (const part of element.querySelectorAll(".sd-stage, .sd-headline")) part.toggleAttribute("data-recorded", Boolean(run.recorded && !run.earlier));
   for (const part of element.querySelectorAll(".sd-stage")) part.toggleAttribute("data-outdated", outdated || failed);
   $(".sd-badge").hidden = outdated || failed || !run.start.lanes.length;
   $(".sd-outdated-label").hidden = !outdated && !failed;

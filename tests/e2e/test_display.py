@@ -343,6 +343,34 @@ def test_an_answer_that_its_limit_cut_says_so_and_can_go_on(display, finish, mar
     assert not display.read(".sd-text .sd-try")  # its models may be anywhere
 
 
+def test_the_runs_of_the_page_are_laid_over_the_plot_and_replayed(display):
+    display.pace("1")
+    for share in (0.5, 0.25):
+        trace = race()
+        trace.comparison[0]["speedup"] = 1 / share
+        display.show(Log().add(replay(trace)))
+        display.wait(3000)
+    display.show(replayed(hostile_trace()).text)  # a stored run is none of them
+    display.wait(3000)
+    fast = f"{race().comparison[1]['speedup']:.2f}× Fast"
+    assert display.read(".sd-past") == ["4.00× Slow", fast]
+    curves = [len(display.read("#chart .sd-curve"))]
+    for event in ("pointerenter", "pointerleave"):
+        display.evaluate(f"document.querySelector('.sd-past:last-child').dispatchEvent(new PointerEvent('{event}'))")
+        display.wait(500)
+        curves.append(len(display.read("#chart .sd-curve")))
+    assert curves[1] == curves[0] + 3 and curves[2] == curves[0]
+    display.evaluate("document.querySelector('.sd-past:last-child').click()")
+    display.wait(9000)
+    assert display.read(".sd-status")[0].startswith("Replayed. ") and display.read(".sd-badge") == [
+        "Earlier run of this page"
+    ]
+    assert display.read(".sd-past[aria-current]") == [fast] and "Fast" in display.read(".sd-headline")[0]
+    display.evaluate("document.body.insertAdjacentHTML('beforeend', '<b id=run></b>')")
+    display.evaluate("document.getElementById('run').click()")
+    assert display.evaluate("document.querySelector('.sd-history').inert")  # steps of a run belong to it
+
+
 def test_a_refusal_stays_until_the_settings_that_it_is_about_are_changed(display):
     display.show(refusal(ValueError("no"), "refused"))
     shown = []

@@ -3,7 +3,7 @@ import process from "node:process";
 import { spawnSync } from "node:child_process";
 
 const VIEWS = {
-  race: "helpers player chart tree lanes bars pending_tokens slow_motion tiles ribbon panels inspector transport result_image race",
+  race: "helpers player chart tree lanes bars pending_tokens slow_motion tiles ribbon panels inspector transport result_image run_history race",
   how: "helpers chart tree pending_tokens slow_motion maths how",
   setup: "helpers address setup",
   lab: "helpers chart lab",
