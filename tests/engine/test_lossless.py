@@ -98,8 +98,9 @@ def random_model(architecture):
 
 
 def near_copy(model):
-    """Return a draft model that agrees with the target often but not always."""
+    """Return a draft model that agrees with the target often but not always, with a mask token for PARD."""
     draft = copy.deepcopy(model)
+    draft.config.pard_token = 3
     rng = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in draft.parameters():

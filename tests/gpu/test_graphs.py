@@ -94,10 +94,13 @@ def make_drafter_for(name, target, **options):
     torch.manual_seed(3)
     if name in HEADS:
         return load_drafter(name.removeprefix("p-"), target, HEADS[name](target).fuse(), **options)
-    return load_drafter(name, target, fused_target("llama") if name in ("draft_model", "cascade") else None, **options)
+    draft = fused_target("llama") if name in ("draft_model", "pard", "cascade") else None
+    if draft:
+        draft.model.config.pard_token = 3
+    return load_drafter(name, target, draft, **options)
 
 
-@pytest.mark.parametrize("name", [*HEADS, "draft_model", "layer_skip"])
+@pytest.mark.parametrize("name", [*HEADS, "draft_model", "pard", "layer_skip"])
 def test_a_recorded_draft_is_the_draft(name, without_graphs):
     """Compares drafts token by token too: in fp32 the logits of these models never differ as little as rounding
     errors.
@@ -112,7 +115,7 @@ def test_a_recorded_draft_is_the_draft(name, without_graphs):
     assert drafted[0] == drafted[1]
 
 
-@pytest.mark.parametrize("name", [*HEADS, "draft_model", "none"])
+@pytest.mark.parametrize("name", [*HEADS, "draft_model", "pard", "none"])
 def test_memory_does_not_grow_with_the_runs(name):
     """Graphs are freed with their lane by reference counting, without the garbage collector."""
     config = GenerationConfig(16, budget=Budget(3, 3), stop_token_ids=())

@@ -12,12 +12,14 @@ from specdemo.core.protocol import Budget, GenerationConfig, Progress
 from specdemo.core.sampling import Sampling, to_probs
 from specdemo.core.tree import ABSENT
 from specdemo.engine.comparison import Comparison, Lane
-from specdemo.engine.loop import generate
+from specdemo.engine.loop import generate, warm_up
 from specdemo.engine.session import Session, follow_up
 from specdemo.methods import detect_head, load_drafter
 from specdemo.methods.pairs import check_pair, outline
+from specdemo.models.fused import fuse_layers
 from specdemo.models.load import load_target
 from specdemo.models.ref import ModelRef
+from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
 from tests.engine.test_chat_memory import TEMPLATE, with_template
 from tests.engine.test_lossless import near_copy
@@ -94,6 +96,22 @@ def test_a_draft_costs_one_pass(pair, monkeypatch):
     events = list(generate(target, drafter, PROMPTS, GenerationConfig(24, budget=Budget(4, 4), stop_token_ids=())))
     assert passes.count(drafter.model) == sum(bool(event.drafted[0]) for event in events) > 5
     assert drafter.read_bytes(4) == drafter.read_bytes(1) == drafter.weight_bytes
+
+
+def test_a_draft_that_is_recorded_as_a_graph_is_the_draft():
+    """All widths are recorded before the first text: no step records another one."""
+    model = tiny.build("llama")
+    fuse_layers(model)
+    model.config.pard_token = MASK
+    target, config = HFTarget(model), GenerationConfig(24, budget=Budget(4, 4), stop_token_ids=())
+    drafted = []
+    for recorder in (None, tiny.Replayed()):
+        drafter = load_drafter("pard", target, HFTarget(model, capture=recorder))
+        warm_up(target, drafter, PROMPTS, config)
+        recorded = recorder and recorder.recorded
+        drafted.append([event.drafted for event in generate(target, drafter, PROMPTS, config)])
+        assert drafter.graph_note == ""
+    assert drafted[0] == drafted[1] and recorder.recorded == recorded > 1 and recorder.replayed > 10
 
 
 @pytest.mark.parametrize(
