@@ -60,6 +60,21 @@ class RaceFairness(Suite):
         return race_fairness(self.repeats, report, cancelled)
 
 
+class BusyCore(Suite):
+    """How much slower is a model where another program takes a core? Plain decoding and prompt lookup, with one thread
+    and with all.
+    """
+
+    name = "busy-core"
+    target: str = setting("smollm2", "Model.", metavar="MODEL")
+    new_tokens: int = new_tokens_field(96)
+
+    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
+        from benchmarks.busy import busy_core
+
+        return busy_core(self.target, self.repeats, self.new_tokens, report, cancelled)
+
+
 class Gpu(Suite):
     """A complete GPU benchmark, section by section, in the folder --out. Another call resumes it."""
 
@@ -101,4 +116,4 @@ class Models(Decoding):
         return measure(self, report, cancelled)
 
 
-SUITES: tuple[type[Suite], ...] = (Peers, Floor, RaceFairness, Gpu, Models)
+SUITES: tuple[type[Suite], ...] = (Peers, Floor, RaceFairness, BusyCore, Gpu, Models)

@@ -111,6 +111,7 @@ def test_an_installed_copy_works_in_an_empty_folder_and_without_the_page_only_th
         "chromium",
         "app.py",
         "race-fairness",
+        "busy-core",
     ):
         assert missing not in done.stdout
     *refused, suite, recipe = done.stderr.splitlines()

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import RaceFairness, fairness, models
+from benchmarks import BusyCore, RaceFairness, busy, fairness, models
 from benchmarks.fairness import Stalled
 from benchmarks.models import (
     GENERATE,
@@ -98,6 +98,37 @@ def test_race_fairness_reports_both_clocks():
     usual, stalled = result.rows
     assert stalled["the rival's ms/token"].value > usual["the rival's ms/token"].value
     assert result.remarks[0].startswith("The plain lane's own clock changed by ")
+
+
+def test_busy_core_compares_one_thread_and_all_in_quiet_and_with_a_core_taken(monkeypatch):
+    started = []
+
+    class Loop:
+        def __init__(self, command):
+            started.append(command[-1])
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def kill(self):
+            pass
+
+    monkeypatch.setattr(busy.subprocess, "Popen", Loop)
+    monkeypatch.setattr(busy, "usable_cores", lambda: 2)
+    result = BusyCore(repeats=1, target="stories", new_tokens=4).run(silent, never_cancelled)
+    assert [(row["lane"], row["machine"]) for row in result.rows] == [
+        (lane, machine) for lane in ("plain", "prompt lookup, k=4") for machine in ("quiet", "one core taken")
+    ]
+    for row in result.rows:
+        one, both = row["one thread, tokens/s"].value, row["2 threads, tokens/s"].value
+        assert row["2 threads / one"].value == pytest.approx(both / one, rel=1e-3)
+    assert len(started) == 1
+    monkeypatch.setattr(busy, "usable_cores", lambda: 1)
+    with pytest.raises(ValueError, match="a core cannot be taken here; run this on Linux with two cores or more"):
+        BusyCore(repeats=1).run(silent, never_cancelled)
 
 
 def test_a_stalled_drafter_waits_and_then_drafts():

@@ -17,7 +17,8 @@ from specdemo.presets.files import DEFAULT, of_checkout, preset
 from specdemo.presets.limits import LIMITS
 from specdemo.presets.link import Linked
 
-OF_THE_PROJECT = ("peers", "floor", "race-fairness", "gpu", "models")  # in the folder `benchmarks` of a checkout
+# in the folder `benchmarks` of a checkout
+OF_THE_PROJECT = ("peers", "floor", "race-fairness", "busy-core", "gpu", "models")
 
 
 @lru_cache(maxsize=1)
