@@ -10,12 +10,17 @@ from operator import add
 from statistics import fmean
 from typing import NamedTuple, Self
 
+from specdemo.core.suggest import program
+
 # A drafter that guesses only frequent tokens still has 1 to 3 % accepted at the first position (the recorded runs with
 # noise on all weights have 1.3 %), and the worst trained ones above 10 %. 200 tokens tell 2 % from 0 with certainty.
 BROKEN_RATE, BROKEN_TOKENS = 0.02, 200.0  # accepted tokens per draft; draft tokens
 WORKING_RATE = 0.3  # accepted tokens per draft
+LEAST_IN_THIRD = 2  # parts in a third of a run
+WORSE = 0.8  # ratio of the accepted tokens per draft in the last third to those in the first
 MUCH = 0.5  # ratio of the accepted tokens per draft in some parts to that in the others
 MAX_DRAFTED = 1024  # draft tokens per step
+READING = "reading"  # name of a part that follows the one before it in time
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,23 @@ def contrast(parts: Sequence[Part], noun: str) -> Contrast | None:
     there, here = (fmean(values) if all(speeds) else None for values in speeds)
     counts = round(group.drafted), round(group.accepted)
     return Contrast(where, *counts, 1.0 + group.rate, here, others.accepted / others.drafted, 1.0 + others.rate, there)
+
+
+def trend(parts: Sequence[Part], noun: str) -> str:
+    """Return a note if fewer and fewer draft tokens are accepted from each third of the parts to the next, as where
+    texts grow; empty otherwise, and where `contrast` says more."""
+    drafting = [part for part in parts if part.drafted]
+    third = len(drafting) // 3
+    if third < LEAST_IN_THIRD or contrast(parts, noun):
+        return ""
+    thirds = [reduce(add, drafting[i * third : (i + 1) * third]) for i in range(3)]
+    first, middle, last = (part.rate for part in thirds)
+    if min(part.drafted for part in thirds) < BROKEN_TOKENS or not first > middle > last or last > WORSE * first:
+        return ""
+    return (
+        f"The accepted length falls from {1.0 + first:.2f} in the first third of the {noun}s to {1.0 + last:.2f} in "
+        f"the last: if texts grew, `{program()} bench context` finds the length from which plain decoding is faster."
+    )
 
 
 def _groups(parts: Sequence[Part], noun: str) -> Iterator[tuple[str, Collection[int], Part, Part]]:

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from specdemo.analysis.diagnose import Diagnosis, diagnose
 from specdemo.analysis.observation import Observation, values_of
-from specdemo.analysis.parts import Part, contrast
+from specdemo.analysis.parts import READING, Part, contrast, trend
 from specdemo.analysis.readers.answers import never_drafted
 from specdemo.core.atomic_io import finite, json_text
 from specdemo.servers.client import METRICS_BYTES, METRICS_PATH, METRICS_S, Client, Patience, StatusError, connect
@@ -113,7 +113,8 @@ class Watch:
             source=f"metrics of {self.server}",
             k=self.k,
             **values_of(stats_between(*texts)) | never_drafted(*texts),
-            contrast=contrast(self._parts, "reading"),
+            contrast=contrast(self._parts, READING),
+            notes=tuple(filter(None, [trend(self._parts, READING)])),
             batch_size=fmean(self._running) if self._running else None,
             tokens_per_s=self._tokens / self._busy_s if self._busy_s else None,
             plain_tokens_per_s=self.plain_tokens_per_s,

@@ -112,7 +112,7 @@ def _name_a_suite(context: typer.Context) -> None:
 
 
 def _subcommand(name: str) -> TyperCommand:
-    cls = known_suite(name)
+    cls, own_target = known_suite(name), takes(name, "target")
     to = _help(settings(cls)["folder"]) if takes(name, "folder") else "Write the numbers (JSON) to this file."
 
     def command(
@@ -121,10 +121,12 @@ def _subcommand(name: str) -> TyperCommand:
         force: bool = FORCE,
         as_json: bool = setting(False, "Print the numbers as JSON.", flag="--json"),
         markdown: bool = setting(False, "Print the lanes as a Markdown table."),
-        target: str | None = setting(None, "", command={"hidden": True}),
+        target: str | None = setting(None, "Target, instead of a preset's.", command={"hidden": not own_target}),
         **options: object,
     ) -> None:
-        if target:
+        if target and own_target:
+            options["target"] = target
+        elif target:
             tune = f"`{program()} tune {target}` finds what pays for any model"
             raise ValueError(f"bench {name} measures presets (--preset); {tune}")
         if takes(name, "folder"):  # the suite writes while it measures
@@ -144,7 +146,7 @@ def _subcommand(name: str) -> TyperCommand:
             write_page(result, html)
 
     command.__doc__ = cls.__doc__
-    names = [name for name in settings(cls) if name != "folder"]
+    names = [name for name in settings(cls) if name not in ("folder", "target")]
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     add_command(app, command, {cls: names}, name=name, short_help=" ".join((cls.__doc__ or "").split()))
     subcommand = get_command(app)

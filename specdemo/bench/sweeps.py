@@ -18,10 +18,11 @@ from specdemo.core.trace import BASELINE_LANE
 from specdemo.costs.step import fit_cost_model
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.session import Session, environment
-from specdemo.methods import BASELINE, build_drafter, load_drafter
+from specdemo.methods import BASELINE, build_drafter, load_drafter, method, model_method
 from specdemo.methods.pairs import load_target
 from specdemo.methods.wrapper import Wrapper
 from specdemo.models.pass_cost import median_times, pass_times
+from specdemo.models.prefix_reuse import with_prefix_cache
 from specdemo.presets.files import Preset, load_presets, preset
 
 PROBES = 15  # repeats per width, to measure v
@@ -140,12 +141,18 @@ def comparison(suite: Decoding, target: str, lanes: tuple[Lane, ...]) -> Compari
     return spec.model_copy(update={"lanes": [*lanes]})  # the page's limit of lanes does not apply
 
 
-def first_lane(suite: Decoding, preset_id: str) -> tuple[Target, dict[str, Decoder]]:
-    """Return the preset's target, and its first lane after plain decoding. No lane stops early."""
+def first_lane(suite: Decoding, preset_id: str, cached: bool = False) -> tuple[Target, dict[str, Decoder]]:
+    """Return the preset's target, and its first lane after plain decoding. No lane stops early. cached: a text is not
+    read again where it begins as the last one."""
     base = preset(preset_id).with_changes(temperature=0.0)
     lane = base.lanes[0]
     target = load_target(base.target, suite.dtype, suite.device, base.quantization)
-    drafter = build_drafter(lane.method, target, lane.model, lane.parsed)
+    model: object = lane.model
+    if cached:
+        target = with_prefix_cache(target)
+        reader = method(model_method(lane.method, lane.options))
+        model = with_prefix_cache(reader.load(str(model), target)) if model else None
+    drafter = build_drafter(lane.method, target, model, lane.parsed)
     plain = GenerationConfig(suite.new_tokens, stop_token_ids=())
     lanes = {
         BASELINE_LANE: Decoder(load_drafter(BASELINE, target), Lossless(), plain),

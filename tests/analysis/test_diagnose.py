@@ -316,6 +316,26 @@ def reading(length, accepted, drafted, speed, engine="000"):
     return f"{load}, Running: 1 reqs\nSpecDecoding metrics: {drafts}Per-position acceptance rate: {shares}\n"
 
 
+FALLING = [(2.9, 570, 600), (2.5, 450, 600), (2.2, 360, 600), (2.0, 300, 600)]
+
+
+@pytest.mark.parametrize(
+    ("readings", "fall"),
+    [
+        (FALLING + FALLING[-1:] * 2, "from 2.70 in the first third of the readings to 2.00 in the last"),
+        (FALLING[::-1] + FALLING[:2], ""),  # it rises
+        (FALLING, ""),  # too few readings
+        (FALLING[1:2] * 2 + FALLING[:1] * 2 + FALLING[2:3] * 2, ""),  # not in every third
+        ([(2.9, 570, 600)] * 3 + [(2.7, 510, 600)] * 3, ""),  # hardly
+        ([(2.9, 57, 60), (2.5, 45, 60)] + [(2.0, 30, 60)] * 4, ""),  # too few draft tokens to tell
+    ],
+)
+def test_readings_that_get_worse_with_time_are_told(readings, fall):
+    notes = diagnose(read_output("".join(reading(*one, 50.0) for one in readings))).notes
+    (found,) = [note for note in notes if note.startswith("The accepted length falls")] or [""]
+    assert (fall in found and found.endswith("plain decoding is faster.")) if fall else not found
+
+
 WORKS, STOPPED = (2.55, 517, 666, 85.0), (1.0, 0, 600, 30.0)
 LOG = reading(*WORKS) * 5 + reading(*STOPPED) * 5
 

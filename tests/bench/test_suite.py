@@ -43,6 +43,7 @@ from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.loop import never_cancelled
 from specdemo.engine.session import Session
 from specdemo.methods import load_drafter
+from specdemo.models.prefix_reuse import PrefixCachedTarget
 from specdemo.models.ref import ModelRef
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
@@ -157,6 +158,55 @@ def test_prompts_grow_as_far_as_the_context_reaches(monkeypatch):
     result = run_suite("prompt", repeats=1, preset="embedded-ngram", new_tokens=4)
     assert [row["prompt tokens"] for row in result.rows[::2]] == [16, 32]
     assert all(row["TTFT ms"].value > 0 for row in result.rows)
+
+
+def test_contexts_grow_along_one_text_that_is_read_once(monkeypatch):
+    monkeypatch.setattr(axes, "CONTEXTS", (32, 64, 128))
+    read = []
+    start = PrefixCachedTarget.start
+
+    def counted_start(self, tokens, *rest, **more):
+        forward = start(self, tokens, *rest, **more)
+        read.append((tokens.shape[1], tokens.shape[1] - self.cached_tokens))
+        return forward
+
+    monkeypatch.setattr(PrefixCachedTarget, "start", counted_start)
+    result = run_suite("context", repeats=1, preset="embedded-draft", new_tokens=8, longest=100)
+    assert [(row["lane"], row["context"]) for row in result.rows] == [
+        (lane, length) for length in (32, 64, 100) for lane in ("Baseline", "embedded-draft")
+    ]
+    assert "TTFT ms" not in result.rows[0] and all(row["accepted"] is not None for row in result.rows[1::2])
+    assert {length for length, _ in read} == {int(n * share) for n in (100, 64, 32) for share in (1.0, 0.9, 0.8)}
+    again = [new for length, new in read if length == 32]
+    assert max(again) <= 8 and sum(new for _, new in read) < 3 * 100  # the target's and the drafter's texts
+    assert "context of 100" in result.remarks[0] or "lain decoding is faster" in result.remarks[0]
+
+
+def test_a_target_and_a_drafter_may_be_named_for_the_context(capsys):
+    named = ["bench", "context", "--target", "stories", "--repeats", "1", "--new-tokens", "8", "--longest", "64"]
+    assert main([*named, "--model", "stories-draft-wide", "--json"]) == 0
+    result = read_result(capsys.readouterr().out)
+    assert {row["lane"] for row in result.rows} == {"Baseline", "your-models"} and result.config["target"] == "stories"
+    assert main(["bench", "k", "--target", "stories"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("gains", "sentence"),
+    [
+        ([1.6, 1.2, 0.9, 0.8], "From about 1,600 tokens on, plain decoding is faster: 1.20x at 1,024, 0.90x at 2,048."),
+        ([1.6, 0.9, 1.1, 0.8], "From about 2,500 tokens on, plain decoding is faster: 1.10x at 2,048, 0.80x at 4,096."),
+        ([0.9, 0.8, 0.7, 0.6], "Plain decoding is faster at every length."),
+        ([1.6, 1.2, 1.1, 0.99], "Drafting is not clearly faster or slower at a context of 4096: 0.99x."),
+        ([1.6, 1.2, 1.1, 1.2], "Drafting is not clearly faster or slower at a context of 4096: 1.20x."),
+    ],
+)
+def test_the_length_from_which_plain_decoding_is_faster(gains, sentence):
+    rows = [
+        {"lane": lane, "context": 512 * 2**place, "speed-up": Estimate(gain if lane == "x" else 1.0)}
+        for place, gain in enumerate(gains)
+        for lane in ("Baseline", "x")
+    ]
+    assert axes._crossing(rows) == sentence
 
 
 def test_temperatures_grow_and_drafts_are_drawn_or_the_likeliest(monkeypatch):

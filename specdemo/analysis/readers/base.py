@@ -14,7 +14,7 @@ from statistics import fmean, median
 from typing import ClassVar, NamedTuple, TypeVar
 
 from specdemo.analysis.observation import Observation
-from specdemo.analysis.parts import MAX_DRAFTED, Part, contrast
+from specdemo.analysis.parts import MAX_DRAFTED, READING, Part, contrast, trend
 from specdemo.core.safe_io import JsonObject, check_size
 from specdemo.servers.counters import FIRST_TOKENS, all_passes
 
@@ -133,6 +133,7 @@ class OutputTotals:
         if self.beyond > FIRST_TOKENS * self.text:  # of long answers that is little, and engines count it
             accepted = max(accepted - self.beyond, 0.0)
             notes.append(past_end(self.accepted, accepted))
+        notes += filter(None, [trend(self.parts, self.noun) if self.noun == READING else ""])
         values |= {"contrast": contrast(self.parts, self.noun), "notes": tuple(notes)}
         if self.drafted:
             values["acceptance_rate"] = accepted / self.drafted

@@ -12,7 +12,7 @@ from itertools import pairwise, zip_longest
 from typing import Any
 
 from specdemo.analysis.observation import Observation
-from specdemo.analysis.parts import contrast
+from specdemo.analysis.parts import READING, contrast, trend
 from specdemo.analysis.readers.base import (
     IN_PART,
     LONGEST_LINE,
@@ -53,7 +53,7 @@ class VLLMLog(OutputReader):
         loads = loads_of(output.lines(LOAD), VLLM_ENGINE, LOAD, "Running:")
         drafting = [*output.lines(VLLM_MARK)]
         totals = OutputTotals(
-            speeds=speeds_of_all(loads), batches=[load.running / _aggregated(load) for load in loads], noun="reading"
+            speeds=speeds_of_all(loads), batches=[load.running / _aggregated(load) for load in loads], noun=READING
         )
         _add_readings(totals, output, loads)
         _count_all_passes(totals, drafting, [load.tokens_per_s for load in loads])
@@ -177,7 +177,7 @@ class SGLangLog(OutputReader):
         loads = loads_of(lines, SGLANG_ENGINE, "gen throughput (token/s):", "#running-req:")
         engines, interval = {load.engine for load in loads}, value("decode_log_interval")
         passes, per_draft = float(interval) if interval.isdecimal() else INTERVAL, _drafted(value) or 1.0
-        totals = OutputTotals(noun="reading")
+        totals = OutputTotals(noun=READING)
         for line, load in zip(lines, loads, strict=True):
             length, rows = find_number("accept len:", line) or 0.0, passes * (load.running or 1.0)
             if length >= 1.0:
@@ -188,7 +188,7 @@ class SGLangLog(OutputReader):
             "contrast": contrast(totals.parts, totals.noun),
             "tokens_per_s": mean(speeds_of_all(_after_prefill(loads))),
             "batch_size": mean(load.running for load in loads),
-            "notes": hidden_engines(value("dp_size"), len(engines)),
+            "notes": (*hidden_engines(value("dp_size"), len(engines)), *filter(None, [trend(totals.parts, READING)])),
         }
         return _sglang(self.title, value, measured)
 
