@@ -3,6 +3,8 @@
 It reads the tokens that it lacks and k - 1 mask tokens after the root. Logits of the root and of every mask are those
 of a draft token, which is drawn without the others: its q is that of its position. The pass is provisional, so that the
 masks never enter the KV cache.
+
+A PARD-2 model (2605.08632) was trained to draft with the target's hidden states and without; here it drafts without.
 """
 
 from typing import NoReturn
@@ -15,6 +17,9 @@ from specdemo.methods.draft_model import DraftModel
 from specdemo.methods.heads.sampler import ChainBuilder
 from specdemo.models.checkpoints import Checkpoint
 from specdemo.models.shared import graph_target
+
+TARGET_LAYERS = "pard2_target_layers"  # key of a PARD-2 model's config.json
+ALONE = "This PARD-2 model drafts without the target's hidden states here, one of its two modes."
 
 
 class Pard(DraftModel, method="pard"):
@@ -36,6 +41,8 @@ class Pard(DraftModel, method="pard"):
                 f"{MASK_TOKEN} {mask!r} of {self.name} is not in its vocabulary of {self.model.vocab_size}; fetch its "
                 "config.json again"
             )
+        if hasattr(self.model.model.config, TARGET_LAYERS):
+            self.note = f"{ALONE} {self.note}".rstrip()
         self._mask = mask
 
     def read_bytes(self, k: int) -> int:

@@ -166,6 +166,22 @@ def test_a_mask_token_outside_the_vocabulary_is_one_line(mask, tiny_llama):
     load_drafter("draft_model", ToyTarget(61), draft)
 
 
+def test_a_pard_2_model_drafts_without_the_targets_states(pair, tmp_path):
+    """Its projection of these states is in a file of its own."""
+    folder = tmp_path / "pard2"
+    shutil.copytree(pair[1], folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"spd_type": "pard2", "pard2_target_layers": [-1, -2]}))
+    torch.save({"target_proj.weight": torch.zeros(32, 64)}, folder / "warp_model.bin")
+    target, drafted = load_target(pair[0], dtype="float32"), []
+    for draft in (pair[1], str(folder)):
+        drafter = load_drafter("pard", target, draft)
+        events = list(generate(target, drafter, PROMPTS, GenerationConfig(24, budget=Budget(4, 4))))
+        drafted.append([event.drafted for event in events])
+    assert drafted[0] == drafted[1]
+    assert drafter.note == "This PARD-2 model drafts without the target's hidden states here, one of its two modes."
+
+
 def test_what_is_no_pard_model_is_one_line(capsys):
     plain = tiny.build("llama")
     with pytest.raises(ValueError, match=r"has no pard_token in a config.json; choose method 'draft_model' for it$"):
