@@ -3,7 +3,7 @@
 
 const FRAME = { width: 1280, height: 720, margin: 44 };
 const LOOP = { scale: 0.75, frameMs: 100, raceMs: 4000, holdMs: 2000, quality: 0.6 };
-const COLOURED = ["accepted", "forced", "rejected", "corrected", "bonus"]; // kinds of tokens
+const COLOURED = { accepted: "accepted", forced: "forced", rejected: "rejected", corrected: "correction", bonus: "bonus" }; // kinds of tokens
 
 /** Returns a lane as it was at a time of its clock, ms. */
 function laneAt(lane, clock) {
@@ -52,6 +52,27 @@ function piecesAt(source, lane, clock, displayMs) {
   return [...pieces, ...displayedDrafts(step).map(({ text, outcome }) => ({ text: text.replace(/\n/g, "⏎"), kind: decided ? outcome : "pending" }))];
 }
 
+/** Returns the kinds of tokens that need a legend: those of the texts, and rejected ones if drafts are drawn, too.
+ * @param {any} source @param {boolean} drafts */
+function legendKinds({ lanes }, drafts) {
+  const lines = lanes.flatMap((lane) => lane.lines);
+  const shown = new Set(lines.flatMap((line) => [...(line.output_outcomes ?? []), ...(drafts ? (line.draft_outcomes ?? []) : [])]));
+  return Object.keys(COLOURED).filter((kind) => shown.has(kind));
+}
+
+/** Returns the numbers of a lane in words: its progress and tokens/s; at its end also its time, speed-up and whether that is noisy. */
+function laneNumbersAt(lane, state, lanes) {
+  const { speedup, interval, noisy } = (lane.summary && lane.comparison) || {};
+  const { tokens_per_s } = numbers(lane);
+  return [
+    progress(lane, state, lanes),
+    isFinished(lane) && `${(lane.soFar.clock_ms / 1000).toFixed(2)} s`,
+    isNumber(tokens_per_s) && `${fixed(tokens_per_s, tokens_per_s < 100 ? 1 : 0)} ${countsPieces(lane) ? "pieces/s" : "tok/s"}`,
+    isNumber(speedup) && interval && `${speedup.toFixed(2)}× (${interval})`,
+    noisy && "noisy",
+  ].filter(Boolean).join("   ");
+}
+
 // ---- drawing
 
 function palette() {
@@ -65,16 +86,19 @@ function palette() {
 const font = (size, weight = 400, family = "system-ui, sans-serif") => `${weight} ${size}px ${family}`;
 const MONO = "ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace";
 
+const AT_ONCE = () => 0; // display time of a step of a still image
+
 /** Draws a run at a time on a canvas of FRAME's size.
  * @param {any} context @param {any} source @param {number} clock @param {(from?: number, to?: number) => number} [displayMs] */
-function drawFrame(context, source, clock, displayMs = () => 0) {
+function drawFrame(context, source, clock, displayMs = AT_ONCE) {
   const colours = palette();
   const lanes = source.lanes.map((lane) => laneAt(lane, clock));
   const states = barStates(lanes, lanes.map((lane) => Math.min(clock, lane.received)), source.start.limit, source.end?.headline);
   context.fillStyle = colours.paper;
   context.fillRect(0, 0, FRAME.width, FRAME.height);
   context.textBaseline = "middle";
-  write(context, subject(source), FRAME.margin, 38, { font: font(20, 650), colour: colours.soft }, { width: FRAME.width - 2 * FRAME.margin });
+  const room = drawLegend(context, legendKinds(source, displayMs !== AT_ONCE), colours);
+  write(context, subject(source), FRAME.margin, 38, { font: font(20, 650), colour: colours.soft }, { width: room });
   drawCaption(context, resultAt(source, lanes), colours);
   lanes.forEach((lane, i) => drawTrack(context, lane, states[i], lanes, 142 + 66 * i, colours));
   const top = 142 + 66 * lanes.length + 14;
@@ -107,11 +131,8 @@ function drawCaption(context, { caption, tone }, colours) {
 function drawTrack(context, lane, state, lanes, y, colours) {
   const [left, width] = [FRAME.margin, FRAME.width - 2 * FRAME.margin];
   const colour = colours.series[lane.index % 4];
-  const { speedup, interval } = (lane.summary && lane.comparison) || {};
-  const speed = isNumber(speedup) && interval ? `   ${speedup.toFixed(2)}× (${interval})` : "";
-  const ended = isFinished(lane) ? `   ${(lane.soFar.clock_ms / 1000).toFixed(2)} s${speed}` : "";
-  write(context, lane.name, left, y, { font: font(19, 600), colour: colours.ink }, { width: width - 480 });
-  write(context, progress(lane, state, lanes) + ended, left + width, y, { font: font(18), colour: colours.soft }, { align: "right" });
+  write(context, lane.name, left, y, { font: font(19, 600), colour: colours.ink }, { width: width - 580 });
+  write(context, laneNumbersAt(lane, state, lanes), left + width, y, { font: font(18), colour: colours.soft }, { align: "right" });
   context.fillStyle = colours.track;
   context.fillRect(left, y + 15, width, 30);
   context.fillStyle = colour;
@@ -126,6 +147,19 @@ function drawTrack(context, lane, state, lanes, y, colours) {
   const end = left + width * state.share + (inside ? -12 : 12);
   if (state.first) drawFlag(context, end - 14, y + 22, colours.inside);
   write(context, state.lead, end - (state.first ? 26 : 0), y + 31, { font: font(18, 650), colour: inside ? colours.inside : colours.ink }, { align: inside ? "right" : "left" });
+}
+
+/** Draws the legend at the right end of the first line, and returns the width that is left of it. */
+function drawLegend(context, kinds, colours) {
+  let x = FRAME.width - FRAME.margin;
+  for (const kind of kinds.toReversed()) {
+    context.font = font(15.5, 400, MONO);
+    const { width } = context.measureText(COLOURED[kind]);
+    x -= width;
+    drawPiece(context, { text: COLOURED[kind], kind, width }, x, 38, colours);
+    x -= 16;
+  }
+  return x - FRAME.margin;
 }
 
 function drawFlag(context, x, y, colour) {
@@ -149,7 +183,7 @@ function drawText(context, pieces, { x, y, width, height }, colours) {
 }
 
 function drawPiece(context, { text, kind, width }, x, y, colours) {
-  if (COLOURED.includes(kind)) {
+  if (kind in COLOURED) {
     context.fillStyle = colours.read(`--sd-${kind}-bg`);
     context.fillRect(x, y - 10, width, 21);
     context.fillStyle = colours.read(`--sd-${kind}`);

@@ -3,7 +3,7 @@ import { test } from "node:test";
 import { load, plain } from "./load.js";
 
 const scripts = ["helpers", "player", "tree", "lanes", "bars", "pending_tokens", "tiles", "result_image"];
-const { animatedWebP, breakLines, laneAt, piecesAt, provenance, resultAt, subject } = load(scripts, "animatedWebP, breakLines, laneAt, piecesAt, provenance, resultAt, subject");
+const { animatedWebP, breakLines, laneAt, laneNumbersAt, legendKinds, piecesAt, provenance, resultAt, subject } = load(scripts, "animatedWebP, breakLines, laneAt, laneNumbersAt, legendKinds, piecesAt, provenance, resultAt, subject");
 
 const step = (at, tokens, text, more = {}) => ({ type: "step", at, so_far: { tokens, clock_ms: at, tokens_per_s: (1000 * tokens) / at }, text, output_outcomes: text.map(() => "target"), ...more });
 const lane = (index, each) => ({
@@ -25,6 +25,20 @@ test("the result is marked as preliminary until every lane has ended, and missin
   assert.deepEqual([at(0).caption, at(10, source.lanes).caption], ["", ""]);
   assert.equal(at(10).caption, "Draft model is 2.00× as fast as plain decoding so far");
   assert.equal(at(20).caption, headline.caption);
+});
+
+test("a lane of the image has its tokens/s, at its end its speed-up, and a mark if that is noisy", () => {
+  const comparison = { speedup: 2, interval: "1.9 to 2.1", noisy: true };
+  const lanes = source.lanes.map((one) => ({ ...one, comparison: one.index ? comparison : null, summary: { tokens: 2, tokens_per_s: 204.4 } }));
+  const at = (clock) => laneNumbersAt(laneAt(lanes[1], clock), { tokens: 2, length: 2 }, lanes);
+  assert.equal(at(Infinity), "2 of 2 tokens   0.01 s   204 tok/s   2.00× (1.9 to 2.1)   noisy");
+  assert.equal(at(7), "2 of 2 tokens   200 tok/s");
+});
+
+test("the legend of the image has the kinds of tokens that it shows", () => {
+  const lanes = [{ lines: [step(1, 1, ["a"]), { type: "done" }] }, { lines: [step(1, 2, ["b", "c"], { output_outcomes: ["accepted", "corrected"], draft_outcomes: ["accepted", "rejected"] })] }];
+  assert.deepEqual(plain(legendKinds({ lanes }, false)), ["accepted", "corrected"]);
+  assert.deepEqual(plain(legendKinds({ lanes }, true)), ["accepted", "rejected", "corrected"]);
 });
 
 test("text is broken at the width, without the space before a word, and at newlines", () => {
