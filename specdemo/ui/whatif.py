@@ -115,7 +115,7 @@ def own_start() -> Start:
     """Return the models that the page was started with, with an assumed acceptance."""
     chosen = page_preset()
     lane = next((lane for lane in chosen.lanes if lane.method in PREDICTED), chosen.lanes[0])
-    words = f"Your model: {chosen.target.label}, {lane.method}; acceptance assumed, as nothing ran yet"
+    words = f"Your model: {chosen.target.short_name}, {lane.title}; acceptance assumed, as nothing ran yet"
     given = {"method": lane.method, "model": lane.model, "quantization": chosen.quantization}
     return Start(words, chosen.target, lane.k or USUAL_K, Acceptance((ASSUMED,)), given)
 
@@ -123,7 +123,7 @@ def own_start() -> Start:
 def starts() -> Starts:
     """Return what predictions can start from besides the visible run. The first one is that of a first visit."""
     chosen = load_presets().get(OWN_MODEL)
-    own: Starts = {OWN_MODEL: (f"Your model: {chosen.target.label}", own_start)} if chosen else {}
+    own: Starts = {OWN_MODEL: (f"Your model: {chosen.target.short_name}", own_start)} if chosen else {}
     found = [p for p in load_presets().values() if p.lanes[0].method in PREDICTED and is_recorded(p.id)]
     runs: Starts = {p.id: (p.title, partial(recorded_start, p.id)) for p in found}
     return own | {PUBLISHED: (f"Published: {PAIR}", published_start)} | runs
@@ -148,7 +148,7 @@ def to_view(start: Start, p: Prediction, k: int) -> dict[str, object]:
     where = p.scenario.device.profile
     source = f"measured {where.measured.date}" if where.measured else "from its spec sheet"
     return p.as_dict() | {
-        "target": ModelRef(p.scenario.target.name).label,
+        "target": ModelRef(p.scenario.target.name).short_name,
         "at": {"k": row.k, "batch": p.scenario.batch},
         "room_gb": where.memory_gb.value,
         "sentence": sentence(p, row),
@@ -218,7 +218,7 @@ class Questions:
         if shown is None:
             return starts(), False
         trace, own = shown
-        words = f"{'Your last run' if own else 'Run shown in Race'}: {ModelRef(trace.config.get('target')).label}"
+        words = f"{'Your last run' if own else 'Run shown in Race'}: {ModelRef(trace.config.get('target')).short_name}"
         lanes: Starts = {
             f"lane-{i}": (title := f"{words}, {lane.name}", partial(start_of, trace, i, title, self._any))
             for i, lane in enumerate(trace.lanes)
@@ -267,7 +267,7 @@ def _drafts() -> list[tuple[str, str]]:
     titles = {name: facts.title for name, facts in PREDICTED.items() if name != BASELINE}
     small = [name for name in _on_the_hub() if shape(name).parameters < SMALL]
     kinds = {name: method_in(reference_configs()[name], plug_ins=False) for name in small}
-    models = [(f"{titles[kind]}: {name}", f"{kind}:{name}") for name, kind in kinds.items()]
+    models = [(f"{titles[kind]}: {ModelRef(name).short_name}", f"{kind}:{name}") for name, kind in kinds.items()]
     without_model = [(title, name) for name, title in titles.items() if name not in MODELS]
     return [("as in the run", SAME), *without_model, *models]
 

@@ -87,7 +87,10 @@ def test_the_models_of_the_page_come_first_and_a_gguf_file_is_read_from_its_head
     updates = questions().open(VISITOR, VALUES | {"start": PUBLISHED})
     view = shown(updates)
     assert updates["start"]["value"] == OWN and updates["target"]["value"] == str(smollm2_gguf)
-    assert view["from"].startswith("Your model: smollm2") and "assumed" in view["from"] and view["known"] is None
+    assert (
+        view["from"].startswith("Your model: SmolLM2 135M · Q4_1, Suffix decoding;") and view["target"] in view["from"]
+    )
+    assert "assumed" in view["from"] and view["known"] is None
     assert view["at"]["k"] == 7 and view["memory_gb"] < 0.2  # the weights have 5.8 bits
     assert str(Path(smollm2_gguf).parent) not in json.dumps([view, updates["target"]["choices"][0][0]])
 
