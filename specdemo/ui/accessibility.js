@@ -11,7 +11,7 @@
     }
     for (const box of document.querySelectorAll(".empty[aria-label]:not([role])")) box.role = "img";
     for (const list of document.querySelectorAll("ul[role=listbox]:not([tabindex])")) list.tabIndex = -1;
-    for (const text of document.querySelectorAll("textarea:not([dir=auto]), .sd-text:not([dir])")) text.dir = "auto";
+    for (const text of document.querySelectorAll("textarea:not([dir=auto])")) text.dir = "auto";
     const stop = tabs().find(({ ariaSelected }) => ariaSelected === "true") ?? tabs()[0]; // a link in the footer selects no visible one
     for (const tab of document.querySelectorAll("[role=tab]")) tab.tabIndex = tab === stop ? 0 : -1;
   };
@@ -29,6 +29,8 @@
     next.focus();
   });
   new MutationObserver(fix).observe(list, { attributes: true, attributeFilter: ["aria-selected"], subtree: true });
-  new MutationObserver(fix).observe(document.body, { childList: true, subtree: true });
+  // not what views draw, maybe at every frame: they care for themselves
+  const others = (changes) => changes.some(({ target }) => !target.closest(".sd")) && fix();
+  new MutationObserver(others).observe(document.body, { childList: true, subtree: true });
   fix();
 }

@@ -39,7 +39,7 @@ QUIET: dict[str, Any] = {
 ENGINE: dict[str, object] = {"concurrency_id": "engine", "concurrency_limit": 1}  # calls that run one at a time
 UPLOADED = QUIET | {"preprocess": True}  # by a file, whose place Gradio checks
 QUEUED = QUIET | ENGINE | {"queue": True}
-FLUSH_S, SLOW_FLUSH_S = 1 / 15, 1 / 4  # between two texts; where lines come slowly
+FLUSH_S, SLOW_FLUSH_S = 1 / 8, 1 / 4  # between two texts; where lines come slowly
 LINES, LINES_S = 20, 1.6  # this many lines in more time than this: slowly, which is every step over 0.1 s
 SILENT_S = 5.0  # a text is yielded again after this time, because Gradio notices a closed page only then
 STOPPING_S = 30.0  # the longest wait for the end of stopped work
@@ -107,7 +107,7 @@ class Worker:
         return [self._messages.popleft() for _ in range(len(self._messages))]
 
     def batches(self) -> Generator[Messages, None, None]:
-        """Yield new messages 15 times a second, often none. Closing the iterator ends the work."""
+        """Yield new messages eight times a second, often none. Closing the iterator ends the work."""
         self.start()
         try:
             while self.alive:

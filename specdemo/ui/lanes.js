@@ -125,7 +125,7 @@ function laneNote(lane, text) {
 }
 
 function pill(lane, text, tone = "") {
-  lane.view.state.textContent = text;
+  setText(lane.view.state, text);
   lane.view.state.dataset.tone = tone;
 }
 
@@ -140,8 +140,11 @@ function span(text, outcome, step) {
 function drawStep(lane, line, container) {
   const at = lane.steps.push(line) - 1;
   line.output_outcomes.forEach((outcome, i) => {
-    if (outcome === "corrected") for (const node of rejectedDraft(line, at)) placeToken(lane, node, container);
+    const [rejected] = outcome === "corrected" ? rejectedDraft(line, at) : [];
+    if (rejected) placeToken(lane, rejected, container);
+    if (outcome === "forced") $(".sd-forced-key").hidden = false;
     const token = span(line.text[i] ?? "", outcome, at);
+    if (rejected) token.dataset.instead = ""; // `del + span` in a style sheet would make every recalculation as slow as the text is long
     lane.outputNodes.push(token);
     placeToken(lane, token, container);
   });

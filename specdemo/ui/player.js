@@ -5,6 +5,7 @@ const AUTO_MS = 4000; // duration of the fastest lane at speed "auto"; the slowe
 const TOKEN_MS = 60; // longest time per token at speed "auto"
 const AUTO_START = 1 / 8; // speed "auto" before the speed of any lane is known
 const MIN_SPEED = 1 / 1000;
+const AWAITED = -1; // in place of a frame: the next line draws, because all others are on show
 /** @type {Partial<Display>} */
 const ON_SCREEN = {
   reset() {}, begin() {}, scene: () => null, sceneOver() {}, // draw nothing
@@ -35,7 +36,7 @@ class Player {
   }
 
   stop() {
-    if (this.frame) this.does.cancel(this.frame);
+    if (this.frame > 0) this.does.cancel(this.frame);
     this.frame = 0;
   }
 
@@ -108,7 +109,7 @@ class Player {
   play() {
     if (this.paused) return;
     if (this.immediate || (this.run.recorded && !this.replay)) return this.advance(Infinity);
-    if (!this.frame) this.start();
+    if (this.frame <= 0) this.start();
   }
 
   start() {
@@ -141,7 +142,8 @@ class Player {
     this.clock = Math.max(this.clock, Math.min(later, this.horizon(), this.nextStep(), scene?.at ?? Infinity));
     this.advance(this.immediate ? Infinity : this.clock);
     if (scene && this.clock >= scene.at) this.held = scene.show();
-    this.frame = this.over || this.paused ? 0 : this.does.request((next) => this.tick(next));
+    if (this.over || this.paused) this.frame = 0;
+    else this.frame = this.immediate ? AWAITED : this.does.request((next) => this.tick(next));
   }
 
   /** @param {Lane} lane @param {Line} line */

@@ -259,8 +259,14 @@ function reset(lane) {
   if (run.selected?.lane === lane.index) closeInspector();
 }
 
-// Scrolls every text that has grown to its end, unless the visitor scrolled up.
+// Scrolls every text that has grown to its end, unless the visitor scrolled up. Once per picture, because it forces a layout.
+let sticking = 0;
 function stickToBottom() {
+  if (!sticking) sticking = requestAnimationFrame(scrollDown);
+}
+
+function scrollDown() {
+  sticking = 0;
   for (const { view } of run.lanes) {
     if (view.hasNewText && !view.scrolledUp) view.text.scrollTop = 1e9;
     view.hasNewText = false;
@@ -333,7 +339,8 @@ function showRun(replayed) {
   $(".sd-next").hidden = $(".sd-estimate").hidden = $(".sd-card").hidden = true;
   $(".sd-cause").textContent = "";
   showReasons(false);
-  $(".sd-lanes").dataset.lanes = $(".sd-race").dataset.lanes = run.lanes.length;
+  for (const part of [".sd-race", ".sd-arena", ".sd-lanes"]) $(part).dataset.lanes = run.lanes.length;
+  $(".sd-forced-key").hidden = true;
   for (const lane of run.lanes) {
     Object.assign(lane, initialView());
     lane.view = laneCard(lane);
@@ -474,6 +481,7 @@ function repaint() {
   if (player.playing && performance.now() - run.painted < NUMBERS_MS) return;
   run.painted = performance.now();
   drawNumbers();
+  drawTime();
   drawHeadline();
   drawBars();
   drawSaves();
@@ -522,3 +530,16 @@ hiding.addEventListener("change", () => {
 empty();
 watch("value", read);
 if (props.value) read();
+
+// Ends the skeleton (loading.css) when the parts are there that move others as they arrive.
+const MOVING = ["#title h1", "#run", ".sd-examples option", ".sd-race-row"];
+const arrivals = new MutationObserver(endSkeleton);
+
+function endSkeleton() {
+  if (!MOVING.every((part) => document.querySelector(part))) return;
+  document.body.dataset.complete = "";
+  arrivals.disconnect();
+}
+
+arrivals.observe(document.body, { childList: true, subtree: true });
+endSkeleton();

@@ -60,7 +60,7 @@ def _on_borrowed_gpu(spec: Comparison, cancelled: Callable[[], bool]) -> Iterato
 
 @space.on_zero_gpu(space.seconds)
 def _play(spec: Comparison) -> Generator[Messages, None, None]:
-    """Yield the new messages of a run 15 times a second."""
+    """Yield the new messages of a run eight times a second."""
     worker = Worker(partial(_stream, spec), space.left_s(spec))
     with contextlib.closing(worker.batches()) as batches:
         yield from batches

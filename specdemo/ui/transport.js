@@ -5,22 +5,28 @@ const gradioButton = (id) => /** @type {HTMLButtonElement | null} */ (document.g
 
 const ICONS = { play: "M4 2.5l9 5.5-9 5.5z", pause: "M3.5 2.5h3v11h-3zM9.5 2.5h3v11h-3z" };
 
-/** Updates the bar from the player, every frame. */
+const slide = $(".sd-slide");
+const playhead = () => Math.max(0, ...run.lanes.map((lane) => player.timeOf(lane))); // device time, ms
+
+/** Updates the bar from the player, every frame. What is drawn moves by a transform: a new value of the slider would be a layout. */
 function drawTransport() {
   const hasSteps = run.lanes.some((lane) => lane.lines.length);
   const hasEnd = Boolean(run.end);
-  button("pause").disabled = button("back").disabled = button("forward").disabled = !hasSteps;
-  button("pause").querySelector("path").setAttribute("d", player.playing ? ICONS.pause : ICONS.play);
-  button("pause").ariaLabel = player.playing ? "Pause" : "Play";
+  button("pause").disabled = button("back").disabled = button("forward").disabled = $(".sd-scrub").disabled = !hasSteps;
+  const label = player.playing ? "Pause" : "Play";
+  if (button("pause").ariaLabel !== label) button("pause").querySelector("path").setAttribute("d", player.playing ? ICONS.pause : ICONS.play);
+  button("pause").ariaLabel = label;
   button("replay").disabled = !hasEnd && !player.playing && !player.paused;
-  button("replay").textContent = hasSteps && !player.over && (player.playing || player.paused || !hasEnd) ? "Skip" : "Replay";
-  const scrub = $(".sd-scrub");
-  const [span, now] = [player.span, Math.max(0, ...run.lanes.map((lane) => player.timeOf(lane)))];
-  scrub.disabled = !hasSteps;
-  scrub.value = span ? Math.round((1000 * now) / span) : 0;
-  scrub.style.setProperty("--at", `${scrub.value / 10}%`);
-  scrub.ariaValueText = `${(now / 1000).toFixed(2)} of ${(span / 1000).toFixed(2)} seconds`;
-  $(".sd-now").textContent = `${(now / 1000).toFixed(2)} s`;
+  setText(button("replay"), hasSteps && !player.over && (player.playing || player.paused || !hasEnd) ? "Skip" : "Replay");
+  slide.style.setProperty("--at", fixed(Math.min(1, playhead() / (player.span || 1)), 4));
+}
+
+/** Writes the time of the playhead, as often as other numbers. */
+function drawTime() {
+  const [span, now] = [player.span, playhead()];
+  $(".sd-scrub").value = span ? Math.round((1000 * now) / span) : 0;
+  $(".sd-scrub").ariaValueText = `${fixed(now / 1000, 2)} of ${fixed(span / 1000, 2)} seconds`;
+  setText($(".sd-now"), `${fixed(now / 1000, 2)} s`);
 }
 
 /** Draws the line of the result with its speed-up in bold. A phone has no room for the interval. */

@@ -147,6 +147,8 @@ def test_results_follow_the_playhead(display):
     display.seek(0.5)
     assert display.read(".sd-status") == ["Paused."] and "paused" in display.read(".sd-pill")
     assert display.read(".sd-headline") == ["No result yet"]  # the baseline has fewer than eight tokens
+    drawn = display.evaluate("document.querySelector('.sd-slide').style.getPropertyValue('--at')")  # by a transform
+    assert float(drawn) == pytest.approx(0.5, abs=0.02) and display.read(".sd-now") == ["0.04 s"]
     display.seek(0.9)
     assert (
         re.fullmatch(r"Fast is \d\.\d\d× as fast as plain decoding so far", display.read(".sd-headline")[0])

@@ -10,19 +10,19 @@ const done = { type: "done" };
 /** A player whose frames are drawn by hand, and what it has shown. */
 function staged({ schedule = "race", recorded = false, replay = false, pace = 1 } = {}) {
   const shown = [];
-  let frame = null;
+  let [frame, frames] = [null, 0];
   const lanes = [0, 1].map((index) => ({ index, lines: [], received: 0, offset: null, over: false, next: 0 }));
   const run = { recorded, start: { schedule }, end: null, lanes };
   const player = new Player({
     pace: () => pace,
     show: (lane, lines) => shown.push(...lines.map((line) => `${lane.index}:${line.type === "done" ? "end" : line.at}`)),
     after: () => {},
-    request: (draw) => ((frame = draw), 1),
+    request: (draw) => ((frame = draw), (frames += 1)),
     cancel: () => (frame = null),
     now: () => 0,
   });
   player.load(run, replay);
-  return { player, run, shown, at: (ms) => frame?.(ms), waits: () => frame !== null && player.playing };
+  return { player, run, shown, at: (ms) => frame?.(ms), frames: () => frames, waits: () => frame !== null && player.playing };
 }
 
 test("live lines are shown as they come", () => {
@@ -32,6 +32,18 @@ test("live lines are shown as they come", () => {
   player.receive(run.lanes[1], step(4));
   player.play();
   assert.deepEqual(shown, ["0:10", "1:4"]);
+  assert.equal(player.playing, false);
+});
+
+test("in real time a player that is on waits for the next line without frames, and can be paused", () => {
+  const { player, run, shown, at, frames } = staged();
+  for (const lane of run.lanes) player.receive(lane, step(10));
+  player.start();
+  at(5);
+  player.receive(run.lanes[0], step(20));
+  player.play();
+  assert.deepEqual([shown, frames(), player.playing], [["0:10", "1:10", "0:20"], 1, true]);
+  player.pause();
   assert.equal(player.playing, false);
 });
 

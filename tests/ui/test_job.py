@@ -168,7 +168,7 @@ class Page:
 
 
 @pytest.mark.parametrize(
-    ("step_s", "most", "least"), [(0.15, 4.0, 3.0), (0.11, 4.0, 3.0), (0.02, 15.0, 12.0), (60.0, 0.25, 0.1)]
+    ("step_s", "most", "least"), [(0.15, 4.0, 3.0), (0.11, 4.0, 3.0), (0.02, 8.0, 6.5), (60.0, 0.25, 0.1)]
 )
 def test_a_page_gets_the_text_when_it_has_changed_and_four_times_a_second_if_steps_are_slow(
     monkeypatch, step_s, most, least
