@@ -116,4 +116,17 @@ class Models(Decoding):
         return measure(self, report, cancelled)
 
 
-SUITES: tuple[type[Suite], ...] = (Peers, Floor, RaceFairness, BusyCore, Gpu, Models)
+class Page(Suite):
+    """CPU time of the page and of a browser while lanes race, at 10 and at 200 tokens/s, and frames/s of a playback.
+    Needs Chromium and playwright.
+    """
+
+    name = "page"
+
+    def run(self, report: Report, cancelled: Callable[[], bool]) -> Result:
+        from benchmarks.page import page_cost
+
+        return page_cost(self.repeats, report, cancelled)
+
+
+SUITES: tuple[type[Suite], ...] = (Peers, Floor, RaceFairness, BusyCore, Gpu, Models, Page)

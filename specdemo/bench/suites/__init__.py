@@ -18,7 +18,7 @@ from specdemo.presets.limits import LIMITS
 from specdemo.presets.link import Linked
 
 # in the folder `benchmarks` of a checkout
-OF_THE_PROJECT = ("peers", "floor", "race-fairness", "busy-core", "gpu", "models")
+OF_THE_PROJECT = ("peers", "floor", "race-fairness", "busy-core", "gpu", "models", "page")
 
 
 @lru_cache(maxsize=1)
