@@ -31,6 +31,10 @@ def race_report(trace: RunTrace) -> str:
     for result in lanes:
         verdict = str(result.row.get("verdict", NONE))
         rows.append(_race_row(result.lane, summarise(result.lane), result.speed, verdict))
+    columns, energies = [*RACE_COLUMNS], [_energy(summarise(lane)) for lane in trace.lanes]
+    if any(energies):
+        columns.insert(-1, "J/token")
+        rows = [(*row[:-1], energy or NONE, row[-1]) for row, energy in zip(rows, energies, strict=True)]
     winner = headline(trace)
     sentences = [winner.sentence] if winner else []
     if why := _why(plain, ""):
@@ -47,7 +51,7 @@ def race_report(trace: RunTrace) -> str:
     ]
     notes = [f"Note: {note}." for note in trace.notes]
     return visible(
-        "\n".join([_conditions(trace), *_servers(trace), "", table(RACE_COLUMNS, rows), "", *sentences, *noisy, *notes])
+        "\n".join([_conditions(trace), *_servers(trace), "", table(columns, rows), "", *sentences, *noisy, *notes])
     )
 
 
@@ -64,6 +68,12 @@ def texts(trace: RunTrace) -> str:
 def visible(text: str) -> str:
     """Escape control characters, because model text or a foreign trace must not control the terminal."""
     return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _energy(numbers: Summary) -> str:
+    """Return the joules per token with their interval; empty if they were not read."""
+    value, low, high = (numbers.get(f"joules_per_token{end}") for end in ("", "_low", "_high"))
+    return Estimate(value, low, high).format("") if value else ""
 
 
 def _race_row(lane: LaneTrace, numbers: Summary, speed: Estimate | None, output: str) -> tuple[str, ...]:

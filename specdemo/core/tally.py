@@ -9,8 +9,8 @@ from itertools import accumulate
 from statistics import quantiles
 from typing import Self
 
-from specdemo.core.estimate import rate, waited_share
-from specdemo.core.trace import LaneTrace, Number, StepEvent, Timing, is_drafted, run_timings, step_ms
+from specdemo.core.estimate import RunTiming, rate, waited_share
+from specdemo.core.trace import LaneTrace, Number, StepEvent, Timing, decode_timing, is_drafted, run_timings, step_ms
 
 WINDOW = 16  # tokens that the recent rate covers
 UNMEASURED = "ms_draft ms_verify ms_other peak_memory_bytes".split()  # unknown where requests are timed
@@ -179,7 +179,26 @@ def summarise(lane: LaneTrace, peak_memory_bytes: int = 0) -> Numbers:
     tally = Tally.of(lane.events)
     numbers = {**tally.numbers(), **tally.latencies(), "peak_memory_bytes": peak_memory_bytes}
     counted = {} if lane.steps_known else _server_counts(lane)
-    return numbers | _unknown(tally, lane.timing) | counted | _speed(lane)
+    return numbers | _unknown(tally, lane.timing) | counted | _speed(lane) | _energy(lane)
+
+
+def _energy(lane: LaneTrace) -> Numbers:
+    """Return the joules per token over all runs, without the prefill; nothing where they were not read."""
+    every = (*lane.repeats, lane.events)
+    if not all("joules" in event.notes for events in every for event in events[1:]):
+        return {}
+    runs = []
+    for events in every:
+        sizes = decode_timing(events).steps
+        steps = [(size, event.notes["joules"]) for (size, _), event in zip(sizes, events[1:], strict=True)]
+        runs.append(RunTiming(steps, sum(len(event.emitted[0]) for event in events[1:])))
+    tokens = rate(runs)  # per 1000 joules
+    if tokens is None or not tokens.value:
+        return {}
+    ends = {"": tokens.value, "_low": tokens.high, "_high": tokens.low}
+    return {
+        f"joules_per_token{end}": None if value is None else round(1000.0 / value, 4) for end, value in ends.items()
+    }
 
 
 def _speed(lane: LaneTrace) -> Numbers:

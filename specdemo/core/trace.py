@@ -71,7 +71,8 @@ class StepEvent:
     target_probs: _ProbRows  # [B][N] the target's probability of each node after its parent
     ms: Annotated[dict[str, _Ms], _SMALL]  # prefill | draft verify accept commit observe | stream
     # from the drafter; "waited_ms": other programs took the cores, and the step waited so long for them (only from 5 %
-    # of its time); "unverified": draft tokens left out; of a prefill "kept": tokens reused from the last text; of a
+    # of its time); "joules": energy of the device since the step before, of a lane that runs alone, where it can be
+    # read; "unverified": draft tokens left out; of a prefill "kept": tokens reused from the last text; of a
     # mixture of experts "experts": per layer, used by the tokens of the pass, "experts_per_token" and "experts_in_all"
     notes: Annotated[dict[str, float], _SMALL] = field(default_factory=dict)
     wall_ms: _Ms | None = None  # wall time, if `ms` is the time of the thread

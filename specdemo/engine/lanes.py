@@ -29,6 +29,7 @@ from specdemo.methods import BASELINE, build_drafter, load_drafter, method
 from specdemo.methods.base import Method
 from specdemo.models.devices import device_kind
 from specdemo.models.grammar import compile_grammar
+from specdemo.models.machine import EnergyMeter
 from specdemo.models.prefix_reuse import PrefixCachedLlamaCpp, PrefixCachedTarget, prefix_cached
 from specdemo.models.text import Detokenizer, encode, token_text
 from specdemo.servers import lane as servers
@@ -211,9 +212,12 @@ class LocalLane(RunningLane):
 
     def _events(self, cancelled: StopCheck) -> Events:
         self._reset_peak()
+        meter = EnergyMeter(self.target.device) if self._spec.schedule == "sequential" else None  # one lane at a time
         with closing(generate(*self._inputs(), accept=self._accept, cancelled=cancelled)) as events:
             for event in events:
                 self.peak_bytes = max(self.peak_bytes, self._memory())
+                if meter and (joules := meter.joules()) is not None:
+                    event = replace(event, notes={**event.notes, "joules": joules})
                 if not event.index and self.target.cached_tokens:
                     event = replace(event, notes={**event.notes, "kept": float(self.target.cached_tokens)})
                 self._record(event)

@@ -23,6 +23,7 @@ SM_CLOCK = 1  # NVML_CLOCK_SM
 THROTTLE_REASONS = {0x04: "its power limit", 0x08: "the hardware", 0x20: "heat", 0x40: "heat", 0x80: "its power supply"}
 CLOCK_TOLERANCE = 0.05  # relative change of the clock
 THREADS = "/proc/self/task"
+RAPL = Path("/sys/class/powercap")
 ALL_S = 0.25  # seconds between two readings of all threads
 COMPUTES = 0.1  # share of that time in which a thread that computes runs
 
@@ -120,6 +121,40 @@ class GpuClock:
 
     def _mhz(self) -> int | None:
         return _nvml_value("nvmlDeviceGetClockInfo", self._handle, SM_CLOCK, ctypes.c_uint())
+
+
+class EnergyMeter:
+    """Counter of the energy of a device: of a GPU by NVML, of a CPU by RAPL, which counts whole packages, other
+    programs included."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._handle = _handle(device) if device_kind(device).nvml else None
+        zones = sorted(RAPL.glob("intel-rapl:*")) if device_kind(device).host else ()
+        self._zones = [zone for zone in zones if _text(zone / "name").startswith("package")]  # psys contains them
+        self._last = self._read()
+
+    def joules(self) -> float | None:
+        """Return the energy since the last call or the start; None if it cannot be read."""
+        last, self._last = self._last, self._read()
+        if not last or len(last) != len(self._last):
+            return None
+        used = zip(last, self._last, strict=True)
+        return sum(now - before if now >= before else now - before + most for (before, most), (now, _) in used) / 1e6
+
+    def _read(self) -> list[tuple[int, int]]:
+        """Return microjoules, and where the counter starts anew; empty if a counter cannot be read."""
+        energy = _nvml_value("nvmlDeviceGetTotalEnergyConsumption", self._handle, ctypes.c_ulonglong())
+        if energy is not None:
+            return [(1000 * energy, 0)]
+        texts = [(_text(zone / "energy_uj"), _text(zone / "max_energy_range_uj")) for zone in self._zones]
+        return [(int(energy), int(most)) for energy, most in texts] if all(map(all, texts)) else []
+
+
+def _text(file: Path) -> str:
+    """Return the text of a file, an empty one if it cannot be read, as RAPL's by most users."""
+    with suppress(OSError):
+        return file.read_text(encoding="ascii").strip()
+    return ""
 
 
 @lru_cache(maxsize=1)

@@ -317,6 +317,37 @@ def test_sequential_runs_one_lane_after_the_other(runner):
     assert lanes == sorted(lanes)
 
 
+def test_sequential_lanes_have_an_energy_per_token_where_it_can_be_read(runner, tmp_path, monkeypatch):
+    monkeypatch.setattr("specdemo.models.machine.RAPL", tmp_path)
+    counter = iter(range(1_000_000, 10**12, 500_000))  # half a joule per reading
+    monkeypatch.setattr(
+        "specdemo.models.machine._text", lambda file: str(next(counter) if file.name == "energy_uj" else 10**12)
+    )
+    monkeypatch.setattr("specdemo.models.machine.EnergyMeter.__init__", metered(tmp_path))
+    alone = runner.run(spec(WIDE, schedule="sequential", repeats=2))
+    together = runner.run(spec(WIDE))
+    for lane in alone.lanes:
+        per_token, steps = lane.summary["joules_per_token"], len(lane.events) - 1
+        assert per_token == pytest.approx(0.5 * steps / 23, abs=1e-4)
+        assert lane.summary["joules_per_token_low"] <= per_token <= lane.summary["joules_per_token_high"]
+    assert alone.lanes[1].summary["joules_per_token"] < alone.lanes[0].summary["joules_per_token"] == 0.5
+    assert "J/token" in race_report(alone) and "0.50, 0.50 to 0.50" in race_report(alone)
+    stored = from_json(to_json(alone))
+    assert stored.lanes[1].summary == alone.lanes[1].summary and stored.lanes[1].events[1].notes["joules"] == 0.5
+    assert all("joules_per_token" not in lane.summary for lane in together.lanes)
+    assert "J/token" not in race_report(together)
+
+
+def metered(folder):
+    """Return the start of a meter with one zone, whose counter is scripted."""
+
+    def start(self, device):
+        self._handle, self._zones = None, [folder]
+        self._last = self._read()
+
+    return start
+
+
 def test_cancel_and_close_free_the_engine(runner):
     seen = []
     trace = runner.run(spec(max_new_tokens=200), cancelled=lambda: len(seen) > 4 or seen.append(1))

@@ -22,7 +22,7 @@ from specdemo.models.devices import (
     pick_dtype,
 )
 from specdemo.models.fused import missing_kernels
-from specdemo.models.machine import GpuClock
+from specdemo.models.machine import EnergyMeter, GpuClock
 from specdemo.models.memory import Precision, check_memory, estimate_footprint, free_bytes, resolve_placement
 from specdemo.presets import runnable
 from specdemo.presets.files import preset
@@ -306,3 +306,36 @@ def test_gpu_clock_readings(monkeypatch, library, reasons):
 
 def test_cpu_has_no_gpu_clock():
     assert GpuClock(torch.device("cpu")).reasons() == []
+
+
+def zone(folder, name, energy, most):
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, text in {"name": name, "energy_uj": energy, "max_energy_range_uj": most}.items():
+        (folder / file).write_text(f"{text}\n")
+
+
+def test_energy_of_a_cpu_is_that_of_its_packages(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "RAPL", tmp_path)
+    cpu = torch.device("cpu")
+    assert EnergyMeter(cpu).joules() is None  # as on most virtual machines
+    for number, energy in enumerate((5_000_000, 999_000_000)):
+        zone(tmp_path / f"intel-rapl:{number}", f"package-{number}", energy, 1_000_000_000)
+    zone(tmp_path / "intel-rapl:0:0", "core", 1, 1_000_000_000)  # parts of a package
+    zone(tmp_path / "intel-rapl:2", "psys", 1, 1_000_000_000)  # contains the packages
+    meter = EnergyMeter(cpu)
+    for name, energy in {"0": 7_500_000, "1": 1_000_000, "0:0": 9_000_000, "2": 9_000_000}.items():
+        (tmp_path / f"intel-rapl:{name}" / "energy_uj").write_text(str(energy))
+    assert meter.joules() == 2.5 + 2.0  # the counter of the second package began anew
+    assert meter.joules() == 0.0
+    (tmp_path / "intel-rapl:1" / "energy_uj").unlink()
+    assert meter.joules() is None and meter.joules() is None
+
+
+@pytest.mark.parametrize(("fails", "joules"), [((), 1.5), (("nvmlDeviceGetTotalEnergyConsumption",), None)])
+def test_energy_of_a_gpu_is_that_of_nvml(monkeypatch, fails, joules):
+    library = Library([], 10_000, fails)
+    monkeypatch.setattr(machine, "_library", lambda: library)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="abc"))
+    meter = EnergyMeter(torch.device("cuda"))
+    library.limits += 1_500  # millijoules
+    assert meter.joules() == joules
