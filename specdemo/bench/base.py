@@ -12,7 +12,7 @@ from specdemo.bench.result import Result
 from specdemo.core.generation import DTYPES, dtype_name
 from specdemo.core.settings import Settings, setting
 from specdemo.core.suggest import DEVICES
-from specdemo.presets.files import DEFAULT, Preset
+from specdemo.presets.files import DEFAULT, Preset, preset
 from specdemo.presets.limits import LIMITS
 
 Progress = Callable[[float, str], None]  # fraction done 0..1, current activity
@@ -136,6 +136,11 @@ class OfPreset(Suite):
     device: str = DEVICE
     dtype: Dtype = DTYPE
 
+    @property
+    def comparison(self) -> Preset:
+        """Return the preset, or the one of this name."""
+        return self.preset if isinstance(self.preset, Preset) else preset(self.preset)
+
 
 class Decoding(Suite):
     """Suite that generates texts of a fixed length on a device."""
@@ -145,11 +150,10 @@ class Decoding(Suite):
     new_tokens: int = new_tokens_field(NEW_TOKENS)
 
 
-class LaneSuite(Decoding):
+class LaneSuite(Decoding, OfPreset):
     """Suite of a preset on prompts, given or its own."""
 
     prompts: Prompts = PROMPT
-    preset: str = preset_field()
 
     @property
     def texts(self) -> Sequence[str]:

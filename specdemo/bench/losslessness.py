@@ -26,7 +26,7 @@ from specdemo.engine.session import Session, environment
 from specdemo.methods import BASELINE, build_drafter, load_drafter, method
 from specdemo.methods.pairs import load_target
 from specdemo.models.text import encode, token_text
-from specdemo.presets.files import Preset, preset
+from specdemo.presets.files import Preset
 
 PLACES = (2, 3, 4)  # positions of the compared tokens; the first token comes from the prefill, without speculation
 TOP_TOKENS = 10  # most common tokens per position to show
@@ -88,7 +88,7 @@ def losslessness(suite: OfPreset, report: Report, cancelled: Stop) -> Result:
 
     Raises ValueError with one line.
     """
-    comparison = suite.preset if isinstance(suite.preset, Preset) else preset(suite.preset)
+    comparison = suite.comparison
     drafting = comparison.lanes[0].method
     if not method(drafting).exact:
         raise ValueError(f"method {drafting!r} is not exact; choose a preset whose first lane has an exact method")

@@ -23,7 +23,7 @@ from specdemo.methods.pairs import load_target
 from specdemo.methods.wrapper import Wrapper
 from specdemo.models.pass_cost import median_times, pass_times
 from specdemo.models.prefix_reuse import with_prefix_cache
-from specdemo.presets.files import Preset, load_presets, preset
+from specdemo.presets.files import Preset, load_presets
 
 PROBES = 15  # repeats per width, to measure v
 PROBE_WIDTHS = (1, 2, 3, 5, 9, 17)  # slots of passes that are timed apart from lanes
@@ -113,7 +113,7 @@ def along_axis(
 ) -> Result:
     """Measure every lane at every point of the suite's axis."""
     assert suite.axis is not None
-    axis, name = suite.axis.column, preset(suite.preset).target
+    axis, name = suite.axis.column, suite.comparison.target
 
     def result(rows: list[Row]) -> Result:
         return so_far(suite, name, rows, axis)
@@ -141,10 +141,10 @@ def comparison(suite: Decoding, target: str, lanes: tuple[Lane, ...]) -> Compari
     return spec.model_copy(update={"lanes": [*lanes]})  # the page's limit of lanes does not apply
 
 
-def first_lane(suite: Decoding, preset_id: str, cached: bool = False) -> tuple[Target, dict[str, Decoder]]:
+def first_lane(suite: LaneSuite, cached: bool = False) -> tuple[Target, dict[str, Decoder]]:
     """Return the preset's target, and its first lane after plain decoding. No lane stops early. cached: a text is not
     read again where it begins as the last one."""
-    base = preset(preset_id).with_changes(temperature=0.0)
+    base = suite.comparison.with_changes(temperature=0.0)
     lane = base.lanes[0]
     target = load_target(base.target, suite.dtype, suite.device, base.quantization)
     model: object = lane.model

@@ -72,7 +72,7 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
                 search_button = gr.Button("Find what pays", elem_id="search")
             with gr.Tab("Find what pays", id="pays") as tab:
                 tune.draw(form, tab, search_button, store)
-                sweep.draw(page, form.parts["preset"], tab, store)
+                sweep.draw(page, form, tab, store)
             with gr.Tab("Other machines", id="machines") as tab:
                 whatif.draw(tab, estimate_button, whatif.Questions(visits.on_show, allow_any_model))
             with gr.Tab("How it works", id="how") as tab:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,7 +29,7 @@ from specdemo.presets import limits
 from specdemo.presets.files import Preset, load_presets, preset
 from specdemo.presets.link import is_sweep
 from specdemo.ui import assets, space
-from specdemo.ui.controls import address, look, wire_save, wire_share
+from specdemo.ui.controls import Controls, address, look, wire_save, wire_share
 from specdemo.ui.job import (
     LOST_S,
     QUIET,
@@ -46,7 +47,7 @@ from specdemo.ui.job import (
     wire,
     with_engine_lock,
 )
-from specdemo.ui.model_menus import page_preset
+from specdemo.ui.setup import from_values
 from specdemo.ui.views import Loading, view
 
 USUAL = ("auto", "here", "", 0.0, 1.0)  # values of options that need no mention
@@ -57,6 +58,8 @@ IF_LINKED = """() => {
 }"""
 OFF = f"this Space gets a GPU only for seconds, and a sweep takes minutes; {limits.HOME}"
 
+RACE, OF_RACE = "race", "race-"  # in the menu of presets; before the names of its controls
+RACED = ("The race: its target, lane 1 and prompt", RACE)
 PARTIAL = 0.04  # share of a sweep between two results so far
 
 
@@ -190,10 +193,22 @@ def _cell(value: object) -> object:
     return {"value": value.value, "low": value.low, "high": value.high, "interval": words}
 
 
-def begin(values: Values, last: Sweeping | None) -> Sweeping:
-    """Return the sweep that the controls describe. Raises ValueError with one line."""
-    sweep = admit(Sweep().changed(**values))
-    return Sweeping.measuring(f"{swept()[sweep.sweep].title}, {sweep.preset}", sweep.suite().run, last)
+def begin(values: Values, last: Sweeping | None, allow_any_model: bool = False) -> Sweeping:
+    """Return the sweep that the controls describe: of a preset, or of the first lane of the race on its prompt. Raises
+    ValueError with one line."""
+    own = {name: value for name, value in values.items() if not name.startswith(OF_RACE)}
+    if own["preset"] != RACE:
+        sweep = admit(Sweep().changed(**own))
+        return Sweeping.measuring(f"{swept()[sweep.sweep].title}, {sweep.preset}", sweep.suite().run, last)
+    of_race = {name.removeprefix(OF_RACE): value for name, value in values.items() if name.startswith(OF_RACE)}
+    race = from_values(of_race, allow_any_model)
+    lane = race.lanes[0].model_copy(update={"name": race.lane_names[1]})
+    sweep = admit(Sweep().changed(**own | {"preset": race.id}))
+    prompts = {} if sweep.sweep == "context" else {"prompts": (race.prompt,)}  # which reads a long text
+    measured = sweep.suite(preset=race.model_copy(update={"lanes": [lane]}), **prompts)
+    sweeping = Sweeping.measuring(f"{swept()[sweep.sweep].title}, {race.target.short_name}", measured.run, last)
+    sweeping.models = [race.target, *lane.models]
+    return sweeping
 
 
 Begin = Callable[[Values, Sweeping | None], Sweeping]
@@ -244,6 +259,8 @@ def admit(sweep: Sweep) -> Sweep:
 
 def share(values: Values) -> str:
     """Return the link to a sweep. Raises ValueError with one line."""
+    if values["preset"] == RACE:
+        raise ValueError("a link to a sweep names a preset; choose one in place of the race")
     return address(Sweep().changed(**values).to_query())
 
 
@@ -256,14 +273,9 @@ def restore(request: gr.Request, _: Values) -> Values:
     return {**sweep.model_dump(), "view": notes}
 
 
-def of_race(request: gr.Request, values: Values) -> Values:
-    """Return the preset of the race, unless a link names another."""
-    return {} if is_sweep(request.query_params) else values
-
-
-def draw(page: gr.Blocks, race: gr.State, tab: gr.Tab, store: Store) -> None:
-    """Create the tab, inside the current Blocks. race: id of the preset of the race, which is swept unless the visitor
-    chooses another."""
+def draw(page: gr.Blocks, form: Controls, tab: gr.Tab, store: Store) -> None:
+    """Create the tab, inside the current Blocks. form: controls of the race, which is swept unless the visitor chooses
+    a preset."""
     start, most = Sweep(), limits.here()
     gr.Markdown(assets.text("sweep.md"), elem_id="sweep-about")
     chips: Values = {"label": "What to sweep", "elem_id": "suite", "elem_classes": "chips", "container": False}
@@ -271,16 +283,17 @@ def draw(page: gr.Blocks, race: gr.State, tab: gr.Tab, store: Store) -> None:
     question = gr.Markdown(swept()[start.sweep].question, elem_id="question")
     inputs: Parts = {"sweep": chosen}
     with gr.Row(elem_id="sweep-controls") as row:
-        inputs["preset"] = preset_menu(load_presets().values(), page_preset().id, "sweep-preset", 6, 300)
+        inputs["preset"] = preset_menu(load_presets().values(), RACE, "sweep-preset", 6, 300, RACED)
         inputs["repeats"] = gr.Slider(1, most.repeats, start.repeats, step=1, **look("Repeats", "repeats", 3, 170))
         length = look("Max new tokens", "new-tokens", 3, 170)
         inputs["new_tokens"] = gr.Slider(8, most.max_new_tokens, start.new_tokens, step=1, **length)
     sweeps = Sweeps("sweep", store)
-    parts, exports = draw_result(sweeps, row, "Run", begin, inputs)
+    of_race = {OF_RACE + name: part for name, part in form.inputs.items()}
+    begun = partial(begin, allow_any_model=form.allow_any_model)
+    parts, exports = draw_result(sweeps, row, "Run", begun, inputs | of_race)
     with exports:
         shared = gr.Button("Share", size="sm", elem_id="sweep-share")
     link = gr.Textbox(label="Link to this sweep", visible=False, buttons=["copy"], elem_id="sweep-link")
-    named(tab.select, of_race, {"preset": race}, {"preset": inputs["preset"]}, **QUIET)
     for shown in (tab.select, chosen.change):
         named(shown, sweeps.recorded, {"sweep": chosen}, parts, **QUIET)
     chosen.change(lambda suite: swept()[suite].question, chosen, question, **QUIET)
@@ -289,10 +302,12 @@ def draw(page: gr.Blocks, race: gr.State, tab: gr.Tab, store: Store) -> None:
     page.load(None, None, None, js=IF_LINKED, **QUIET)
 
 
-def preset_menu(presets: Iterable[Preset], value: str, elem_id: str, scale: int, min_width: int) -> gr.Dropdown:
-    """Create a menu of presets."""
+def preset_menu(
+    presets: Iterable[Preset], value: str, elem_id: str, scale: int, min_width: int, *more: tuple[str, str]
+) -> gr.Dropdown:
+    """Create a menu of presets. more: entries before them."""
     place = look("Preset: target and lane", elem_id, scale, min_width)
-    return gr.Dropdown([(p.title, p.id) for p in presets], value=value, **place)
+    return gr.Dropdown([*more, *((p.title, p.id) for p in presets)], value=value, **place)
 
 
 def draw_result(

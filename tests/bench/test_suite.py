@@ -458,14 +458,13 @@ def test_lane_uses_the_tree_of_its_method_with_or_without_a_size():
 THINKING = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '' if enable_thinking | default(true) else 'No' }}"
 
 
-def test_thinking_on_and_off_are_two_points(monkeypatch, tmp_path):
+def test_thinking_on_and_off_are_two_points(tmp_path):
     with pytest.raises(ValueError, match="stories has no thinking mode; choose the preset of a model that can think"):
         run_suite("thinking", repeats=1, preset="embedded-ngram", **SHORT)
     shutil.copytree(ModelRef("stories").path, tmp_path / "chat")
     (tmp_path / "chat" / "chat_template.jinja").write_text(THINKING, encoding="utf-8")
     chosen = preset("embedded-ngram").with_changes(target=str(tmp_path / "chat"))
-    monkeypatch.setattr("specdemo.bench.sweeps.preset", lambda name: chosen)
-    result = run_suite("thinking", repeats=1, **SHORT)
+    result = run_suite("thinking", repeats=1, preset=chosen, **SHORT)
     assert [(row["thinking"], row["lane"]) for row in result.rows] == [
         (mode, lane) for mode in ("on", "off") for lane in ("Baseline", "embedded-ngram")
     ]

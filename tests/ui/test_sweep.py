@@ -24,7 +24,7 @@ from specdemo.ui.lab import Lab, Training, train
 from specdemo.ui.lab import begin as begin_test
 from specdemo.ui.race import Visits
 from specdemo.ui.setup import to_values
-from specdemo.ui.sweep import Sweeps, begin, of_race, restore, result_line
+from specdemo.ui.sweep import OF_RACE, RACE, Sweeps, begin, restore, result_line
 from specdemo.ui.tune import begin as begin_tune
 from specdemo.ui.tune import begin_of_race
 from specdemo.ui.views import Loading, view
@@ -107,9 +107,22 @@ def test_too_frequent_progress_is_dropped(bench):
     assert running.text.count('"loading"') == 100
 
 
-def test_the_preset_of_the_race_is_swept_unless_a_link_names_another():
-    assert of_race(visit("preset=code-edit"), {"preset": "code-edit"}) == {"preset": "code-edit"}
-    assert of_race(visit("sweep=k&preset=embedded-ngram"), {"preset": "code-edit"}) == {}
+def test_the_race_is_swept_with_its_drafter_and_prompt_unless_a_preset_is_chosen(bench):
+    race = to_values(preset("embedded-ngram")) | {"prompt": "Once more", "k-1": 3}
+    values = VALUES | {"preset": RACE} | {OF_RACE + name: value for name, value in race.items()}
+    seen = lines(last(values))
+    assert seen[1]["name"] == "Draft length k, stories" and seen[-1]["type"] == "result"
+    name, options = bench.options
+    (lane,) = options["preset"].lanes
+    assert name == "k" and options["prompts"] == ("Once more",) and options["new_tokens"] == 96
+    assert (options["preset"].target, lane.method, lane.k, lane.name) == ("stories", "ngram", 3, "Prompt lookup")
+    assert options["preset"] == suites.swept()["k"].build(options).comparison
+    last(values | {"sweep": "context"})
+    assert bench.options[0] == "context" and "prompts" not in bench.options[1]  # a prompt is no long text
+    last(values | {"preset": "embedded-draft"})
+    assert bench.options[1]["preset"] == "embedded-draft"
+    with pytest.raises(ValueError, match="choose one in place of the race"):
+        sweep.share(VALUES | {"preset": RACE})
 
 
 def test_a_result_so_far_is_shown_as_soon_as_another_stage_begins():

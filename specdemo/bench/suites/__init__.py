@@ -74,6 +74,7 @@ class Sweep(Linked):
     repeats: int = setting(3, "", 1, LIMITS.repeats)
     new_tokens: int = setting(96, "", 8, LIMITS.max_new_tokens)
 
-    def suite(self) -> Suite:
-        """Return the suite."""
-        return suite(self.sweep, repeats=self.repeats, new_tokens=self.new_tokens, preset=self.preset)
+    def suite(self, **others: object) -> Suite:
+        """Return the suite. others: more options of it, or another `preset`."""
+        options = {"repeats": self.repeats, "new_tokens": self.new_tokens, "preset": self.preset}
+        return suite(self.sweep, **options | others)

@@ -44,7 +44,7 @@ class Batch(LaneSuite):
         from specdemo.bench.sweeps import along_axis, first_lane, room, tokenizer
         from specdemo.models.text import encode
 
-        target, lanes = first_lane(self, self.preset)
+        target, lanes = first_lane(self)
         texts = [encode(tokenizer(target), text, room(target, self)) for text in self.texts]
         width = min(map(len, texts))
         points = []
@@ -80,7 +80,7 @@ class PromptLength(LaneSuite):
         from specdemo.bench.sweeps import along_axis, first_lane, room, tokenizer
         from specdemo.models.text import encode
 
-        target, lanes = first_lane(self, self.preset)
+        target, lanes = first_lane(self)
         text = encode(tokenizer(target), " ".join(self.texts), LIMITS.prompt)
         lengths = [n for n in PROMPT_LENGTHS if n <= room(target, self)]
         points = [AxisPoint(n, windows(text, n, TEXTS_PER_LENGTH, target.device)) for n in lengths]
@@ -111,7 +111,7 @@ class Context(LaneSuite):
 
         own = add_pair(ModelRef(self.target), ModelRef(self.model) if self.model else None) if self.target else None
         suite = self.changed(preset=own.id) if own else self
-        target, lanes = first_lane(suite, suite.preset, cached=True)
+        target, lanes = first_lane(suite, cached=True)
         text = " ".join(self.prompts or [_long_text(target.name)])
         ids = encode(tokenizer(target), text, LIMITS.prompt)
         most = min(self.longest, room(target, self), len(ids))
@@ -168,7 +168,7 @@ class Temperature(LaneSuite):
         from specdemo.core.sampling import Sampling
         from specdemo.models.text import encode
 
-        target, lanes = first_lane(self, self.preset)
+        target, lanes = first_lane(self)
         (baseline, plain), (lane, sampled) = lanes.items()
         lanes = {
             baseline: plain,
@@ -198,7 +198,7 @@ class ThinkingMode(LaneSuite):
         from specdemo.bench.sweeps import along_axis, first_lane, room, tokenizer
         from specdemo.models.text import encode, has_thinking_modes
 
-        target, lanes = first_lane(self, self.preset)
+        target, lanes = first_lane(self)
         modes: tuple[Thinking, ...] = ("on", "off")
         if not has_thinking_modes(tokenizer(target)):
             raise ValueError(f"{target.name} has no thinking mode; choose the preset of a model that can think")

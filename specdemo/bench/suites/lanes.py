@@ -3,7 +3,6 @@
 from specdemo.bench.base import Axis, Ks, LaneSuite, Report, Stop
 from specdemo.bench.result import Result
 from specdemo.core.settings import setting
-from specdemo.presets.files import preset
 
 
 class DraftLength(LaneSuite):
@@ -19,7 +18,7 @@ class DraftLength(LaneSuite):
     def run(self, report: Report, cancelled: Stop) -> Result:
         from specdemo.bench.sweeps import every_k
 
-        return every_k(self, self.ks, preset(self.preset).with_changes(temperature=0.0), report, cancelled)
+        return every_k(self, self.ks, self.comparison.with_changes(temperature=0.0), report, cancelled)
 
 
 class Methods(LaneSuite):
@@ -33,7 +32,7 @@ class Methods(LaneSuite):
     def run(self, report: Report, cancelled: Stop) -> Result:
         from specdemo.bench.sweeps import measure_lanes, shipped_lanes
 
-        target = preset(self.preset).target
+        target = self.comparison.target
         if not (lanes := shipped_lanes(target)):
             raise ValueError(f"no embedded preset of one greedy lane runs on {target}; choose another preset")
         return measure_lanes(self, target, lanes, [{}] * (len(lanes) + 1), "lane", report, cancelled)
