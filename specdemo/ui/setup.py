@@ -154,7 +154,7 @@ def _memory(values: Values) -> str:
     """Return what the models need and whether it fits; empty on a public page and for settings that are not valid."""
     from specdemo.engine.session import session  # imports torch
 
-    with suppress(TypeError, ValueError):
+    with suppress(TypeError, ValueError, OSError):  # a file may be gone
         if not (limits.public() or space.zero_gpu()):
             return f"Memory: {escape(session().memory(from_values(values)))}."
     return ""
