@@ -22,7 +22,10 @@ _RACE = "helpers player chart tree lanes bars pending_tokens slow_motion tiles r
 RACE = tuple(f"{name}.js" for name in [*_RACE.split(), "result_image", "run_history", "race"])
 SWEEP = ("helpers.js", "chart.js", "pays.js", "sweep.js")
 SCRIPTS: dict[str, bytes] = {}  # name -> script that a view loads when its tab is opened first
-COMMENT = re.compile(r"^[ \t]*(?://[^\n]*|/\*\*(?:(?!\*/).)*\*/)\n|^[ \t]+", re.MULTILINE | re.DOTALL)
+# whole lines, the end of a line without quotes (it may be in a text), and indentation
+COMMENT = re.compile(
+    r"^[ \t]*(?://[^\n]*|/\*\*(?:(?!\*/).)*\*/)\n|[ \t]+// [^\n\"'`]*$|^[ \t]+", re.MULTILINE | re.DOTALL
+)
 LOADER = """fetch("scripts/NAME").then((answer) => answer.text())
   .then((script) => new Function("element", "props", "watch", script)(element, props, watch))
   .catch(() => element.append("This tab could not be loaded. Reload the page."));"""

@@ -286,15 +286,16 @@ SCRIPT = """// One.
 function f(x) {
   // three
   const url = "http://a"; // four
+  const path = "// five // six"; // the page's
   /** @type {HTMLElement} */ (x).click();
   return x; /* five */
 }
 """
 
 
-def test_whole_lines_of_comments_and_indentation_are_removed():
+def test_comments_and_indentation_are_removed_and_no_text():
     assert COMMENT.sub("", SCRIPT) == (
-        'function f(x) {\nconst url = "http://a"; // four\n'
+        'function f(x) {\nconst url = "http://a";\nconst path = "// five // six"; // the page\'s\n'
         "/** @type {HTMLElement} */ (x).click();\nreturn x; /* five */\n}\n"
     )
 
