@@ -13,6 +13,7 @@ from specdemo.core.headline import SO_FAR, settled
 from specdemo.core.tally import summarise
 from specdemo.core.trace import ComparisonRow, LaneTrace, RunTrace, estimates, whole_requests
 from specdemo.costs.step import DraftLengthAdvice, break_even_rate
+from specdemo.methods.facts import PARALLEL
 
 Summary = Mapping[str, Any]  # of core.tally.summarise
 
@@ -68,7 +69,11 @@ def _explained(plain: LaneTrace, result: LaneResult, times: str) -> LaneResult:
     word, requests, k = speed.label if speed else "", whole_requests(plain, lane), lane.options.get("k")
     with suppress(ArithmeticError, ValueError):  # a stored trace may contain any times
         k = k if isinstance(k, int) else 0
-        advice = None if requests or speed is None else DraftLengthAdvice.of(plain.events, lane.events, k)
+        advice = (
+            None
+            if requests or speed is None
+            else DraftLengthAdvice.of(plain.events, lane.events, k, lane.method in PARALLEL)
+        )
         if advice is not None and speed is not None and numbers["drafted"]:
             diagnosis = diagnose(observation_of(numbers, lane.method, max(k, advice.costs.k), speed), advice)
             why = verdict(diagnosis, times, _opening(speed, times))

@@ -24,6 +24,7 @@ from specdemo.engine.comparison import Lane
 from specdemo.engine.messages import Finished, StepRow
 from specdemo.engine.session import Session, environment
 from specdemo.methods import BASELINE, build_drafter, method
+from specdemo.methods.facts import PARALLEL
 from specdemo.models.errors import Cancelled
 from specdemo.models.local_models import DrafterFit
 from specdemo.models.pass_cost import checking_note, measure_passes
@@ -249,7 +250,7 @@ class Racer:
             return None
         self._differs += trace.comparison[place - 1]["verdict"] in DIFFERENT
         k = lane.options.get("k")
-        costs = fit_cost_model([plain.events], [lane.events], k if isinstance(k, int) else 0)
+        costs = fit_cost_model([plain.events], [lane.events], k if isinstance(k, int) else 0, lane.method in PARALLEL)
         return Sample(speed.value, summarise(lane), costs, interval=(speed.low, speed.high))
 
     def so_far(self, name: str) -> Estimate | None:

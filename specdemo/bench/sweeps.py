@@ -19,6 +19,7 @@ from specdemo.costs.step import fit_cost_model
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.session import Session, environment
 from specdemo.methods import BASELINE, build_drafter, load_drafter, method, model_method
+from specdemo.methods.facts import PARALLEL
 from specdemo.methods.pairs import load_target
 from specdemo.methods.wrapper import Wrapper
 from specdemo.models.pass_cost import median_times, pass_times
@@ -82,8 +83,8 @@ COLUMNS = ("lane", "k", "tokens/s", "speed-up", "predicted", "accepted", "tokens
 
 def _predict(target: Target, comparisons: LaneRuns, own: int, rows: list[Row]) -> Iterator[str]:
     """Write predictions into the rows; yield how far they are off."""
-    k = rows[own]["k"]
-    costs = fit_cost_model(comparisons.events(0), comparisons.events(own), k)
+    k, parallel = rows[own]["k"], comparisons.every[-1].lanes[own].method in PARALLEL
+    costs = fit_cost_model(comparisons.events(0), comparisons.events(own), k, parallel)
     if costs is None:
         return
     costs = costs.with_probe(

@@ -110,11 +110,11 @@ class CostModel:
         return replace(probe, verify={n: v * height if n > 1 else 1.0 for n, v in probe.verify.items()})
 
 
-def fit_cost_model(plain: EventRuns, lane: EventRuns, k: int = 0) -> CostModel | None:
+def fit_cost_model(plain: EventRuns, lane: EventRuns, k: int = 0, parallel: bool = False) -> CostModel | None:
     """Fit the cost model to the events of a plain and a drafting lane; only row 0 counts.
 
-    k: the requested draft length, if it may be more than was ever drafted. None if nothing was drafted or no time
-    passed.
+    k: the requested draft length, if it may be more than was ever drafted. parallel: one pass drafts all tokens. None
+    if nothing was drafted or no time passed.
     """
     plain_steps = [event for run in plain for event in run[1:]]
     steps = [StepCounts.of(event) for run in lane for event in run[1:]]
@@ -123,7 +123,7 @@ def fit_cost_model(plain: EventRuns, lane: EventRuns, k: int = 0) -> CostModel |
     pass_ms = _mean(e.ms.get("verify", 0.0) for e in plain_steps)
     if not deepest or not pass_ms or not all(step.ms for step in steps):
         return None
-    draft_ms, draft_step_ms = _fit_line([(step.drafted, step.draft_ms) for step in steps])
+    draft_ms, draft_step_ms = _fit_line([(step.drafted, step.draft_ms) for step in steps], parallel)
     full_steps = [step for run in lane for step in _full_steps(run, deepest)] or steps
     verify = _means([(step.drafted, step.verify_ms / pass_ms) for step in steps])
     return CostModel(
@@ -149,17 +149,22 @@ class DraftLengthAdvice:
     gain: Estimate
 
     @classmethod
-    def of(cls, plain: Sequence[StepEvent], lane: Sequence[StepEvent], k: int) -> "DraftLengthAdvice | None":
+    def of(
+        cls, plain: Sequence[StepEvent], lane: Sequence[StepEvent], k: int, parallel: bool = False
+    ) -> "DraftLengthAdvice | None":
         """Compute the advice, with a jackknife interval over parts of the run. None if nothing was drafted or no time
         passed."""
-        costs = fit_cost_model([plain], [lane], k)
+        costs = fit_cost_model([plain], [lane], k, parallel)
         if costs is None:
             return None
         best = costs.best_k(min(MAX_K, 2 * costs.k))
         gain = costs.speedup(best) / costs.speedup(costs.k)
         if best == costs.k or min(len(plain), len(lane)) <= JACKKNIFE_PARTS:
             return cls(costs, best, Estimate(gain))
-        parts = [fit_cost_model([_without(plain, part)], [_without(lane, part)], k) for part in range(JACKKNIFE_PARTS)]
+        parts = [
+            fit_cost_model([_without(plain, part)], [_without(lane, part)], k, parallel)
+            for part in range(JACKKNIFE_PARTS)
+        ]
         gains = [part.speedup(best) / part.speedup(costs.k) for part in parts if part]
         if len(gains) < JACKKNIFE_PARTS or not all(map(isfinite, gains)):
             return cls(costs, best, Estimate(gain))
@@ -196,13 +201,13 @@ def _alpha(steps: Sequence[StepCounts], deepest: int, exhausted: bool) -> list[f
     return [*measured, *[guess] * (deepest - len(measured)), 0.0 if exhausted else guess]
 
 
-def _fit_line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+def _fit_line(points: Sequence[tuple[int, float]], flat: bool) -> tuple[float, float]:
     """Fit a line through the mean times by size; return slope and intercept, both at least 0. With a single frequent
-    size, the line goes through the origin."""
+    size, the line goes through the origin, or is flat."""
     frequent = _means(points)
     sizes, times = zip(*(point for point in points if point[0] in frequent), strict=True)
     x, y = fmean(sizes), fmean(times)
-    slope = linear_regression(sizes, times).slope if len(frequent) > 1 else y / x
+    slope = linear_regression(sizes, times).slope if len(frequent) > 1 else 0.0 if flat else y / x
     if slope < 0.0:
         return 0.0, y
     return (slope, y - slope * x) if slope * x < y else (y / x, 0.0)

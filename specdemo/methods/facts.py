@@ -17,7 +17,7 @@ class Facts:
     cls: module below this package, and class. cost: None for a method that chooses at run time what it drafts, and so
     cannot be predicted. marks: lower-case strings that only configs of its drafters contain. words: lower-case parts of
     the names that engines give the method, besides its own name. targets: the same of the names of targets that were
-    trained for it, where their configs have no mark.
+    trained for it, where their configs have no mark. parallel: it drafts all tokens in one pass.
     """
 
     cls: str
@@ -26,6 +26,7 @@ class Facts:
     marks: tuple[str, ...] = ()
     words: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()
+    parallel: bool = False
 
 
 # The last one that recognises a checkpoint reads it: heads come after draft_model, which any complete model is for.
@@ -37,7 +38,7 @@ FACTS = {
         drafting.draft_model,
         words=("draft-simple", "standalone", "draft model"),
     ),
-    "pard": Facts("pard:Pard", "PARD", drafting.pard, (drafting.MASK_TOKEN,)),
+    "pard": Facts("pard:Pard", "PARD", drafting.pard, (drafting.MASK_TOKEN,), parallel=True),
     "ngram": Facts("ngram:NGram", "Prompt lookup", drafting.no_passes, words=("lookup",)),
     "suffix": Facts("suffix:Suffix", "Suffix decoding", drafting.no_passes),
     "medusa": Facts("heads.medusa:Medusa", "Medusa", drafting.medusa, ("medusa",)),
@@ -52,7 +53,12 @@ FACTS = {
     ),
     "eagle": Facts("heads.eagle:Eagle", "EAGLE", drafting.eagle, ("eagle3", "eagle_config", "draft_vocab_size")),
     "dflash": Facts(
-        "heads.dflash:DFlash", "DFlash", drafting.dflash, ("dflash", "dspark", "domino"), ("dspark", "domino")
+        "heads.dflash:DFlash",
+        "DFlash",
+        drafting.dflash,
+        ("dflash", "dspark", "domino"),
+        ("dspark", "domino"),
+        parallel=True,
     ),
     "gemma4_assistant": Facts(
         "heads.gemma4_assistant:Gemma4Assistant",
@@ -74,6 +80,7 @@ FACTS = {
 POLICIES = {"adaptive": "Adaptive", "online": "Online", "synthetic": "Synthetic"}
 SHORT = {"draft_model": "draft", "ngram": "lookup", "suffix": "suffix", "mtp": "MTP", "lookahead": "lookahead"}
 MODELS = ("draft_model", "pard")  # methods whose drafter is a complete model
+PARALLEL = [name for name, facts in FACTS.items() if facts.parallel]
 PREDICTED = {name: facts for name, facts in FACTS.items() if facts.cost}
 
 

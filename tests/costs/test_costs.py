@@ -222,6 +222,13 @@ def test_the_fixed_part_of_drafting_is_found_where_lengths_differ():
     assert (found.draft_ms, found.draft_step_ms) == pytest.approx((2.0, 0.5))
 
 
+def test_drafts_of_one_pass_take_the_same_time_at_every_length():
+    steps = [chain(i, 4, 2, 6.0, 10.0) for i in range(1, 30)]
+    each, one = (fit_cost_model([plain_run()], [[prefill(), *steps]], 4, parallel) for parallel in (False, True))
+    assert (each.cost(1).drafting, one.cost(1).drafting) == pytest.approx((1.5, 6.0))
+    assert each.cost(4).drafting == one.cost(4).drafting == pytest.approx(6.0)
+
+
 def test_the_end_of_the_text_does_not_count_as_a_refusal():
     steps = [chain(i, 4, 4, 1.0, 10.0) for i in range(1, 9)] + [chain(9, 1, 1, 1.0, 10.0)]
     found = fit_cost_model([plain_run()], [[prefill(), *steps]])
