@@ -25,6 +25,7 @@ from specdemo.methods.wrapper import Wrapper
 from specdemo.models.pass_cost import median_times, pass_times
 from specdemo.models.prefix_reuse import with_prefix_cache
 from specdemo.presets.files import Preset, load_presets
+from specdemo.presets.link import OWN
 
 PROBES = 15  # repeats per width, to measure v
 PROBE_WIDTHS = (1, 2, 3, 5, 9, 17)  # slots of passes that are timed apart from lanes
@@ -157,7 +158,9 @@ def first_lane(suite: LaneSuite, cached: bool = False) -> tuple[Target, dict[str
     plain = GenerationConfig(suite.new_tokens, stop_token_ids=())
     lanes = {
         BASELINE_LANE: Decoder(load_drafter(BASELINE, target), Lossless(), plain),
-        lane.name or base.id: Decoder(drafter, Lossless(), replace(plain, budget=lane.budget)),
+        lane.name or (lane.title if base.id == OWN else base.id): Decoder(
+            drafter, Lossless(), replace(plain, budget=lane.budget)
+        ),
     }
     return target, lanes
 

@@ -186,8 +186,10 @@ def test_a_target_and_a_drafter_may_be_named_for_the_context(capsys):
     named = ["bench", "context", "--target", "stories", "--repeats", "1", "--new-tokens", "8", "--longest", "64"]
     assert main([*named, "--model", "stories-draft-wide", "--json"]) == 0
     result = read_result(capsys.readouterr().out)
-    assert {row["lane"] for row in result.rows} == {"Baseline", "your-models"} and result.config["target"] == "stories"
+    assert {row["lane"] for row in result.rows} == {"Baseline", "Draft 1.3M"} and result.config["target"] == "stories"
     assert main(["bench", "k", "--target", "stories"]) == 2
+    assert main(["bench", "context", "--model", "stories-draft-wide"]) == 2
+    assert capsys.readouterr().err.endswith("the drafter of a preset is part of it; name its target too (--target)\n")
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,8 @@ class Context(LaneSuite):
         from specdemo.bench.sweeps import along_axis, first_lane, room, tokenizer
         from specdemo.models.text import encode
 
+        if self.model and not self.target:
+            raise ValueError("the drafter of a preset is part of it; name its target too (--target)")
         own = add_pair(ModelRef(self.target), ModelRef(self.model) if self.model else None) if self.target else None
         suite = self.changed(preset=own.id) if own else self
         target, lanes = first_lane(suite, cached=True)
