@@ -244,10 +244,11 @@ class Search:
         most = max((len(work.prompts) for work in self.works), default=0)
         for place, name in enumerate(self._names):
             shorter = [self.mean(each) for each in self.after.get(name, ())]
-            if (shorter and shorter[-1] < max(shorter)) or not self._ready(name):
+            if self.rest <= 0.0 or (shorter and shorter[-1] < max(shorter)) or not self._ready(name):
                 continue
-            sure = sum(later not in self.after for later in self._names[place + 1 :])
-            end = self.now() + max(self.rest, 0.0) / (1 + sure)
+            later = self._names[place + 1 :]
+            shares = 1 + sum(each not in self.after for each in later) + any(each in self.after for each in later)
+            end = self.now() + self.rest / shares
             for number in range(most):
                 for work in self.works:
                     runs = self.only is None or name in self.only[work.name]

@@ -200,6 +200,30 @@ def test_on_servers_longer_drafts_start_only_while_the_speed_rises(speeds, start
     assert starts == ["sure", *names[:started]]
 
 
+def test_on_servers_longer_drafts_have_time_too_and_nothing_starts_without_time():
+    world, names = SimulatedServers(FLAT, 0), [f"k={k}" for k in (1, 2, 3, 4, 6)]
+    ran, works = dict.fromkeys(names, 0), {"own": [f"own {n}" for n in range(20)]}
+
+    def measure(prompt, asked):
+        world.now += 3.0
+        ran[asked[0]] += 1
+        return {asked[0]: Sample(1.0 + 0.1 * names.index(asked[0]))}
+
+    def search(seconds):
+        found = Search(
+            works, {"a": names}, measure, seconds, now=lambda: world.now, serve=lambda n: not starts.append(n)
+        )
+        found.after = {"k=6": names[:4]}
+        found.run()
+        return found
+
+    starts = []
+    assert search(60.0).leader() == "k=6" and 0 < ran["k=6"] >= ran["k=4"]
+    starts.clear()
+    search(3.0)
+    assert starts == ["k=1", "k=2"][: len(starts)]
+
+
 def test_a_candidate_whose_server_fails_is_left_out_and_a_slow_one_ends_early():
     world = SimulatedServers(STEEP, 0, hit=0.2)
     world.broken = world.names[0]
