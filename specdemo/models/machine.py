@@ -138,8 +138,8 @@ class EnergyMeter:
         last, self._last = self._last, self._read()
         if not last or len(last) != len(self._last):
             return None
-        used = zip(last, self._last, strict=True)
-        return sum(now - before if now >= before else now - before + most for (before, most), (now, _) in used) / 1e6
+        used = [now - before + most * (now < before) for (before, most), (now, _) in zip(last, self._last, strict=True)]
+        return None if min(used) < 0 else sum(used) / 1e6  # below 0: a counter was reset
 
     def _read(self) -> list[tuple[int, int]]:
         """Return microjoules, and where the counter starts anew; empty if a counter cannot be read."""
@@ -147,12 +147,14 @@ class EnergyMeter:
         if energy is not None:
             return [(1000 * energy, 0)]
         texts = [(_text(zone / "energy_uj"), _text(zone / "max_energy_range_uj")) for zone in self._zones]
-        return [(int(energy), int(most)) for energy, most in texts] if all(map(all, texts)) else []
+        with suppress(ValueError):
+            return [(int(energy), int(most)) for energy, most in texts]
+        return []
 
 
 def _text(file: Path) -> str:
     """Return the text of a file, an empty one if it cannot be read, as RAPL's by most users."""
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         return file.read_text(encoding="ascii").strip()
     return ""
 

@@ -329,6 +329,14 @@ def test_energy_of_a_cpu_is_that_of_its_packages(tmp_path, monkeypatch):
     assert meter.joules() == 0.0
     (tmp_path / "intel-rapl:1" / "energy_uj").unlink()
     assert meter.joules() is None and meter.joules() is None
+    zone(tmp_path / "intel-rapl:1", "package-1", 500, 0)
+    meter = EnergyMeter(cpu)
+    zone(tmp_path / "intel-rapl:1", "package-1", 9, 0)
+    assert meter.joules() is None  # it was reset
+    (tmp_path / "intel-rapl:1" / "energy_uj").write_bytes(b"\xff")
+    assert meter.joules() is None
+    (tmp_path / "intel-rapl:1" / "energy_uj").write_text("unknown")
+    assert meter.joules() is None
 
 
 @pytest.mark.parametrize(("fails", "joules"), [((), 1.5), (("nvmlDeviceGetTotalEnergyConsumption",), None)])
