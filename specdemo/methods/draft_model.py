@@ -48,6 +48,10 @@ class DraftModel(Method, method="draft_model"):
         return checkpoint.has("embed_tokens", "wte")
 
     @classmethod
+    def check(cls, checkpoint: Checkpoint, vocab_size: int) -> None:
+        """Raise ValueError, one line, for a config that this method cannot draft with."""
+
+    @classmethod
     def load(cls, source: str, target: Target, progress: LoadProgress | None = None) -> LoadedModel:
         """Load the draft model. On a CPU it runs in fp32, because one-token passes of a small model gain nothing from
         bf16.

@@ -98,6 +98,8 @@ def check_pair(target: Target, drafter: ModelRef, method_name: str | None = None
             with checkpoint_errors(drafter):
                 reason = "; ".join(filter(None, (reason, cls.read(checkpoint, target).note)))
         elif draft is not None:
+            if checkpoint is not None and issubclass(cls, DraftModel):
+                cls.check(checkpoint, draft.vocab_size)
             reason, shares = _tokenizer_fit(target, draft, issubclass(cls, DraftModel) and cls.cross_vocabulary)
             if draft.max_length < target.max_length:
                 reason += (

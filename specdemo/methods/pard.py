@@ -30,20 +30,16 @@ class Pard(DraftModel, method="pard"):
     def recognises(cls, checkpoint: Checkpoint) -> bool:
         return checkpoint.config.get(MASK_TOKEN) is not None and super().recognises(checkpoint)
 
+    @classmethod
+    def check(cls, checkpoint: Checkpoint, vocab_size: int) -> None:
+        _mask_token(checkpoint.name, checkpoint.config.get(MASK_TOKEN), vocab_size)
+
     def __init__(self, target: Target, model: object, options: DraftOptions | None = None) -> None:
         """Raises ValueError for a model without a mask token, or with one outside its vocabulary."""
         super().__init__(target, model, options)
-        mask = self.stated_mask
-        if mask is None:
-            raise ValueError(f"{self.name} has no {MASK_TOKEN} in a config.json; choose method 'draft_model' for it")
-        if not isinstance(mask, int) or not 0 <= mask < self.model.vocab_size:
-            raise ValueError(
-                f"{MASK_TOKEN} {mask!r} of {self.name} is not in its vocabulary of {self.model.vocab_size}; fetch its "
-                "config.json again"
-            )
+        self._mask = _mask_token(self.name, self.stated_mask, self.model.vocab_size)
         if hasattr(self.model.model.config, TARGET_LAYERS):
             self.note = f"{ALONE} {self.note}".rstrip()
-        self._mask = mask
 
     def read_bytes(self, k: int) -> int:
         return self.weight_bytes  # one pass drafts all tokens
@@ -59,3 +55,14 @@ class Pard(DraftModel, method="pard"):
     def capture_graphs(self, budget: Budget) -> None:
         if model := graph_target(self.model):
             model.capture_graphs(2 * budget.chain)  # after a full acceptance k + 1 tokens are missing
+
+
+def _mask_token(name: str, mask: object, vocab_size: int) -> int:
+    """Return the mask token of a config. Raises ValueError without one, and for one outside the vocabulary."""
+    if mask is None:
+        raise ValueError(f"{name} has no {MASK_TOKEN} in a config.json; choose method 'draft_model' for it")
+    if not isinstance(mask, int) or not 0 <= mask < vocab_size:
+        raise ValueError(
+            f"{MASK_TOKEN} {mask!r} of {name} is not in its vocabulary of {vocab_size}; fetch its config.json again"
+        )
+    return mask

@@ -166,6 +166,12 @@ def test_a_mask_token_outside_the_vocabulary_is_one_line(mask, tiny_llama):
     load_drafter("draft_model", ToyTarget(61), draft)
 
 
+def test_doctor_refuses_a_mask_token_outside_the_vocabulary(tmp_path, capsys):
+    wide = as_pard("stories-draft-wide", tmp_path / "wide", pard_token=10**6)
+    assert main(["doctor", "stories", wide]) == 2
+    assert "pard_token 1000000 of" in capsys.readouterr().out
+
+
 def test_a_pard_2_model_drafts_without_the_targets_states(pair, tmp_path):
     """Its projection of these states is in a file of its own."""
     folder = tmp_path / "pard2"
