@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal
@@ -23,6 +24,7 @@ from specdemo.core.safe_io import read_text
 from specdemo.core.settings import Settings, settings
 from specdemo.core.suggest import counted, short_repr, suggest
 from specdemo.engine.comparison import Comparison, Lane, Name, validate_method_name
+from specdemo.methods import METHODS, model_method
 from specdemo.models import packaged
 from specdemo.models.ref import ModelRef
 from specdemo.models.shipped import EMBEDDED
@@ -131,24 +133,28 @@ class Preset(Comparison, About):
 
 def _change_lanes(lanes: list[Lane], changes: dict[str, object], target: object) -> list[dict[str, object]]:
     if "method" in changes:
-        name = validate_method_name(str(changes["method"]))
-        lanes = [next((lane for lane in lanes if lane.method == name), None) or _usual_lane(name, target, lanes[0].k)]
+        name, model = validate_method_name(str(changes["method"])), changes.get("model")
+        k, shown = lanes[0].k, (lane for p in load_presets().values() if p.target == target for lane in p.lanes)
+        usual = (lane.model_copy(update={"k": k}) for lane in shown)  # with the model and options of another preset
+        fitting = (lane for lane in chain(lanes, usual) if lane.method == name and (lane.model or not model))
+        lanes = [next(fitting, Lane(method=name, k=k))]
     alone = [name for name in ("model", "options") if name in changes]
     if alone and len(lanes) > 1:
         raise ValueError(f"{alone[0]} applies to one lane and this preset has {len(lanes)}; set the method as well")
     new_rule: dict[str, object] = {"acceptance_options": {}}
     return [
         lane.model_dump()
+        | ({"model": None} if _other_drafter(lane, changes.get("options")) else {})
         | (new_rule if changes.get("acceptance", lane.acceptance) != lane.acceptance else {})
         | changes
         for lane in lanes
     ]
 
 
-def _usual_lane(name: str, target: object, k: int) -> Lane:
-    """Return a lane of that method, with the model and options of a preset on this target if there is one."""
-    shown = (lane for p in load_presets().values() if p.target == target for lane in p.lanes)
-    return next((lane.model_copy(update={"k": k}) for lane in shown if lane.method == name), Lane(method=name, k=k))
+def _other_drafter(lane: Lane, options: object) -> bool:
+    """Return whether new options name another method to draft than that of the lane's model."""
+    drafter = str(options.get("drafter")) if isinstance(options, Mapping) else ""
+    return drafter in METHODS and model_method(drafter) != model_method(lane.method, lane.options)
 
 
 def of_checkout(name: str) -> ModuleType | None:

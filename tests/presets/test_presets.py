@@ -109,6 +109,18 @@ def test_bad_settings_are_refused_in_one_line_with_the_fix(changes, line):
     assert str(refusal.value) == line
 
 
+def test_a_lane_whose_options_name_another_drafter_leaves_the_model_out():
+    usual = BASE.with_changes(method="adaptive").lanes[0]
+    assert usual.model and BASE.with_changes(method="adaptive", options={"drafter": "draft_model"}).lanes[0] == usual
+    lane = BASE.with_changes(method="adaptive", options={"drafter": "suffix", "corpus": "x"}).lanes[0]
+    assert lane.model is None and lane.title == "Adaptive suffix"
+    lookup = BASE.changed(lanes=[lane])
+    assert lookup.with_changes(method="adaptive").lanes == [lane]
+    assert lookup.with_changes(method="adaptive", model="stories-draft-wide").lanes[0].title == "Adaptive draft 1.3M"
+    with pytest.raises(ValueError, match="must be a whole number"):
+        BASE.with_changes(method="adaptive", options={"drafter": ["suffix"]})
+
+
 def test_servers_go_to_the_lanes_and_one_more_to_the_baseline():
     three = preset("embedded-three-lanes")
     one = three.on_servers(["a:1"], "m")
