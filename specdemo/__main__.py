@@ -471,17 +471,18 @@ def presets(as_json: bool = AS_JSON) -> None:
         print(table(("preset", "nearest", "reason"), rows))
 
 
-@_command()
+@_command({Comparison: ["target"], Lane: ["method", "model", "k"]}, defaults=False)
 def serve_command(
     preset_id: str = _preset_argument(),
     engine: str = setting(DEFAULT_ENGINE, f"{engine_names()}.", flag="--for"),
     option: list[str] | None = OPTION,
     gpus: int = GPUS,
+    **options: Any,
 ) -> None:
     """Print the commands that start servers. Prints one per lane of a preset; race them with `run --server`."""
     from specdemo.presets.serve import serve_commands
 
-    changes = {"options": options} if (options := _options(option)) else {}
+    changes = {name: value for name, value in {**options, "options": _options(option)}.items() if value is not None}
     print("\n".join(serve_commands(comparison(preset_id, changes), engine, gpus)))
 
 
@@ -610,15 +611,21 @@ def _options(pairs: list[str] | None, flag: str = "--option") -> dict[str, str] 
 
 
 def _texts(path: str) -> str:
-    """Return the text of a file, or of the files of a folder, without hidden ones and those that are no text."""
-    if not Path(path).is_dir():
-        return read_text(path, FILE_BYTES, "name a text file or a folder after the @")
-    contents = []
-    for file in sorted(Path(path).rglob("[!.]*")):
+    """Return the text of a file, or of the files of a folder, without hidden ones and those that are no text. Raises
+    ValueError, one line, for no text and for too much."""
+    hint, contents, size = "name a text file or a folder after the @", list[str](), 0
+    folder = bool(path) and Path(path).is_dir()
+    for file in sorted(Path(path).rglob("[!.]*")) if folder else ():
         if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts):
             with suppress(ValueError):
                 contents.append(read_text(file, FILE_BYTES))
-    return "\n".join(contents)
+                size += len(contents[-1])
+        if size > FILE_BYTES:
+            raise ValueError(f"the files of {path} have more than {FILE_BYTES:,} characters; name a smaller folder")
+    text = "\n".join(contents) if folder else read_text(path, FILE_BYTES, hint)
+    if not text.strip():
+        raise ValueError(f"{path} has no text; {hint}")
+    return text
 
 
 def _race(spec: Comparison) -> RunTrace:

@@ -323,7 +323,7 @@ class EveryType:
     most: float = setting(0.5, "bounded above", high=1.0)
 
 
-def test_a_method_drafts_from_files(tmp_path, capsys):
+def test_a_method_drafts_from_files(tmp_path, capsys, monkeypatch):
     for name, content in [("b.txt", b"two"), ("a/one.txt", b"one\r\n"), (".git/no", b"no"), ("no.bin", b"\xff")]:
         (tmp_path / "src" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "src" / name).write_bytes(content)
@@ -333,6 +333,13 @@ def test_a_method_drafts_from_files(tmp_path, capsys):
     capsys.readouterr()
     message = refusal(capsys, *race, str(trace), "--option", "corpus=@none")
     assert message == "cannot read none: No such file or directory; name a text file or a folder after the @"
+    (tmp_path / "empty").mkdir()
+    message = refusal(capsys, *race, str(trace), "--option", f"corpus=@{tmp_path / 'empty'}")
+    assert message == f"{tmp_path / 'empty'} has no text; name a text file or a folder after the @"
+    assert "name a text file or a folder" in refusal(capsys, *race, str(trace), "--option", "corpus=@")
+    monkeypatch.setattr("specdemo.__main__.FILE_BYTES", 6)
+    message = refusal(capsys, *race, str(trace), "--option", f"corpus=@{tmp_path / 'src'}")
+    assert message.endswith("src have more than 6 characters; name a smaller folder")
 
 
 def test_options_are_listed_with_the_values_they_accept(capsys, monkeypatch):

@@ -126,7 +126,7 @@ def test_a_corpus_is_a_file_of_sglang_and_of_no_other_engine(tmp_path, capsys):
     (tmp_path / "code.py").write_text("def f(): ...")
     given = ["serve-command", "two-servers", "--option", f"corpus=@{tmp_path}"]
     assert main(["serve-command", "two-servers", "--for", "sglang"]) == 0 and "corpus" not in capsys.readouterr().out
-    given[1] = "embedded-ngram"
+    given += ["--method", "ngram", "--k", "6"]
     assert main([*given, "--for", "sglang"]) == 0
     *_, note, drafting, _, _ = capsys.readouterr().out.splitlines()
     words = shlex.split(drafting)
