@@ -26,6 +26,7 @@ SCRIPTS: dict[str, bytes] = {}  # name -> script that a view loads when its tab 
 COMMENT = re.compile(
     r"^[ \t]*(?://[^\n]*|/\*\*(?:(?!\*/).)*\*/)\n|[ \t]+// [^\n\"'`]*$|^[ \t]+", re.MULTILINE | re.DOTALL
 )
+REMARK = re.compile(r"/\*.*?\*/|^[ \t]+", re.MULTILINE | re.DOTALL)
 LOADER = """fetch("scripts/NAME").then((answer) => answer.text())
   .then((script) => new Function("element", "props", "watch", script)(element, props, watch))
   .catch(() => element.append("This tab could not be loaded. Reload the page."));"""
@@ -39,8 +40,9 @@ TITLE = "specdemo: speculative decoding, side by side"
 
 
 def text(name: str) -> str:
-    """Return the text of a file in this folder."""
-    return (HERE / name).read_text(encoding="utf-8")
+    """Return the text of a file in this folder, of a script or style without its comments."""
+    found, kind = (HERE / name).read_text(encoding="utf-8"), name.rpartition(".")[2]
+    return {"js": COMMENT, "css": REMARK}[kind].sub("", found) if kind in ("js", "css") else found
 
 
 def markup(name: str, view: str = "") -> str:
@@ -91,7 +93,7 @@ def view(skeleton: str, *scripts: str, elem_id: str, value: str = "", later: boo
     other. later: load the scripts, and a value that does not change, when the tab is opened first. props: further data
     of the scripts.
     """
-    script = COMMENT.sub("", "\n".join(map(text, scripts)))
+    script = "\n".join(map(text, scripts))
     if later:
         constant = f"props = {{ value: {json_text(value)} }};\n" if value else ""
         content = (constant + script).encode()

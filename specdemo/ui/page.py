@@ -253,7 +253,7 @@ def serve(
         app_kwargs={"routes": [Route("/scripts/{name}", assets.script)], "lifespan": lifespan},
         theme=theme(),
         _frontend=False,  # no question to its own address, to which a busy machine answers too late
-        css_paths=[assets.HERE / "chart.css", assets.HERE / "style.css"],
+        css=assets.text("chart.css") + assets.text("style.css"),
         favicon_path=assets.HERE / "favicon.svg",
     )
     print(f"specdemo is on {page.local_url}", flush=True)

@@ -49,7 +49,7 @@ visitor = SimpleNamespace(session_hash="a", request=None, query_params={})
 shown = page.Visits(page.preset("embedded-draft"), False).open_link(visitor, {})["view"]
 sys.exit('"type":"end"' not in shown)
 """
-    places = re.findall(r"^  [\w\"-]+: \[\"([\w-]+)\", \"([\w-]+)\"\]", assets.text("address.js"), re.MULTILINE)
+    places = re.findall(r"^ *[\w\"-]+: \[\"([\w-]+)\", \"([\w-]+)\"\]", assets.text("address.js"), re.MULTILINE)
     assert {tab for tab, _ in places} == {"pays", "machines", "training", "how"}
     named = [name for place in places for name in place]  # tabs and elements that old links open
     assert subprocess.run([sys.executable, "-c", code, *named], timeout=120).returncode == 0
