@@ -179,6 +179,7 @@ function failed(line) {
   forgetRun();
   failedSettings.key = (nextRun ?? run).key || settingsKey();
   const { instead } = line;
+  if (instead) document.dispatchEvent(new CustomEvent("specdemo:failed", { detail: line.text })); // its models could not be loaded
   showAlert(line.text, ...(instead ? [clickable("sd-try", `Run ${instead[1]} instead`, () => toRace("race", instead[0]))] : []));
   scrollIntoViewport($(".sd-alert"), "nearest");
   endStages();

@@ -71,6 +71,15 @@ function showSelection() {
   menu.prepend(option);
 }
 
+// Moves the preset below the others, with the reason why its models could not be loaded.
+function offerLast(reason) {
+  const option = [...menu.options].find(({ value }) => value === current.preset);
+  if (current.custom || !option) return;
+  if (!menu.querySelector("optgroup")) menu.append(Object.assign(document.createElement("optgroup"), { label: "Failed here" }));
+  option.textContent = `${current.title}: ${reason.length > 90 ? `${reason.slice(0, 90)}…` : reason}`;
+  menu.querySelector("optgroup").append(option);
+}
+
 function showObstacle() {
   const { obstacle, instead } = current;
   const run = document.getElementById("run");
@@ -169,6 +178,7 @@ document.addEventListener("focusout", (/** @type {any} */ { target }) => target.
 menu.addEventListener("change", () => menu.value && choose(menu.value));
 $(".sd-instead").addEventListener("click", () => race(current.instead[0]));
 document.addEventListener("specdemo:race", (/** @type {CustomEvent} */ { detail }) => race(detail));
+document.addEventListener("specdemo:failed", (/** @type {CustomEvent} */ { detail }) => offerLast(detail));
 document.addEventListener("specdemo:change", (/** @type {CustomEvent} */ { detail }) => raceChanged(detail));
 document.addEventListener("specdemo:open", (/** @type {CustomEvent} */ { detail }) => openLink(detail));
 document.addEventListener("click", onTab);
