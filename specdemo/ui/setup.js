@@ -81,9 +81,9 @@ function offerLast(reason) {
 }
 
 function showObstacle() {
-  const { obstacle, instead } = current;
+  const { obstacle, instead, told } = current;
   const run = document.getElementById("run");
-  $(".sd-obstacle").hidden = !obstacle;
+  $(".sd-obstacle").hidden = !obstacle || (told && edit.ariaExpanded === "true");
   $(".sd-obstacle span").textContent = obstacle;
   $(".sd-instead").hidden = !instead;
   if (instead) $(".sd-instead").textContent = `Run instead: ${instead[1]}`;
@@ -169,6 +169,7 @@ function showDrawer(opened) {
   document.getElementById("drawer").classList.toggle("open", opened);
   edit.setAttribute("aria-expanded", String(opened));
   edit.textContent = opened ? "Close" : "Settings";
+  showObstacle();
   if (opened) document.dispatchEvent(new CustomEvent("specdemo:edit"));
 }
 
@@ -177,8 +178,8 @@ $(".sd-add").addEventListener("click", addLane);
 document.addEventListener("focusout", (/** @type {any} */ { target }) => target.closest?.("#prompt") && showPrompt());
 menu.addEventListener("change", () => menu.value && choose(menu.value));
 $(".sd-instead").addEventListener("click", () => race(current.instead[0]));
-document.addEventListener("specdemo:race", (/** @type {CustomEvent} */ { detail }) => race(detail));
 document.addEventListener("specdemo:failed", (/** @type {CustomEvent} */ { detail }) => offerLast(detail));
+document.addEventListener("specdemo:race", (/** @type {CustomEvent} */ { detail }) => race(detail));
 document.addEventListener("specdemo:change", (/** @type {CustomEvent} */ { detail }) => raceChanged(detail));
 document.addEventListener("specdemo:open", (/** @type {CustomEvent} */ { detail }) => openLink(detail));
 document.addEventListener("click", onTab);

@@ -140,7 +140,8 @@ def show_setup(_: gr.Request | None, values: Values, allow_any_model: bool = Tru
     """Return the row of the setup and the description of the settings."""
     obstacle = _lane_obstacle(values, allow_any_model)
     about = " ".join(filter(None, (described(values), _gpu_time(values), _memory(values))))
-    return {"setup": row_data(values, _query(values), obstacle), "about": about}
+    told = bool(not_offered([ModelRef(values["target"])], allow_any_model, typed=True))
+    return {"setup": row_data(values, _query(values), obstacle, told), "about": about}
 
 
 def _gpu_time(values: Values) -> str:
@@ -160,18 +161,18 @@ def _memory(values: Values) -> str:
     return ""
 
 
-def row_data(values: Values, query: str | None = None, of_lane: str = "") -> str:
+def row_data(values: Values, query: str | None = None, of_lane: str = "", told: bool = False) -> str:
     """Return the data of setup.js: the preset, whether its settings were changed, its chips, the key of all settings,
     the reason why they cannot run with the most similar preset that can, and the query of a link.
 
-    of_lane: reason why a lane cannot run.
+    of_lane: reason why a lane cannot run. told: the field of the target says it.
     """
     chosen = preset(values["preset"])
     here = why_not(chosen) if values["target"] == chosen.target else ""
     instead = nearest_runnable(chosen) if here else None
     obstacle = f"This machine cannot run it: {here}." if here else of_lane
     data = {"preset": chosen.id, "title": chosen.chip or chosen.title, "custom": _is_custom(values)}
-    data |= {"chips": chips(values), "key": key(values), "query": query}
+    data |= {"chips": chips(values), "key": key(values), "query": query, "told": told}
     return json_text(data | {"obstacle": obstacle, "instead": instead and [instead.id, instead.chip or instead.title]})
 
 
