@@ -130,8 +130,13 @@ class Needs:
         return f"{words}; the drafter takes the memory of {lost:,} tokens of context" if lost else words
 
     def verdict(self, free: int) -> str:
-        """Return what each part needs, and whether so many free bytes are enough."""
-        return f"{self.describe()}; {'fits' if self.fits(free) else 'does not fit'} into the free {size_text(free)}"
+        """Return what each part needs, and whether so many free bytes are enough; a model without weights, whose name
+        states no size, leaves that open."""
+        fits, known = self.fits(free), all(size.weights for size in (self.target, *self.drafters))
+        whether = ("fits" if known else "may fit") if fits else "does not fit"
+        unknown = "" if known else "the size of a model is unknown until it is downloaded"
+        parts = (self.describe(), unknown, f"{whether} into the free {size_text(free)}")
+        return "; ".join(filter(None, parts))
 
 
 def resolve_placement(

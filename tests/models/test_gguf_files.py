@@ -3,6 +3,7 @@
 import json
 import os
 import struct
+from dataclasses import replace
 
 import pytest
 
@@ -375,6 +376,9 @@ def test_context_that_the_drafter_displaces():
     assert NEEDS.describe() == f"{words}; {displaced}"
     assert NEEDS.verdict(6 * GB) == f"{words}; {displaced}; fits into the free 6.0 GB"
     assert NEEDS.verdict(5 * GB).endswith("; does not fit into the free 5.0 GB")
+    unknown = replace(NEEDS, drafters=[Footprint(0, 0)])  # not on this machine, and no size in its name
+    end = "; the size of a model is unknown until it is downloaded; may fit into the free 6.0 GB"
+    assert unknown.verdict(6 * GB).endswith(end)
     recurrent = Needs("big", Footprint(GB, 0, GB // 5, GB // 10), [], 4000, 2)
     assert recurrent.describe() == "target 1.0 GB, recurrent state 0.2 GB, buffers 0.4 GB"
     assert not recurrent.fits(int(1.5 * GB)) and recurrent.fits(int(1.8 * GB))
