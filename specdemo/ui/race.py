@@ -143,8 +143,9 @@ class Log(Job):
         return self.text
 
     def _instead(self) -> Values:
-        """Return id and title of a preset that runs here in place of one whose models could not be loaded."""
-        if self.spec is None or not self._loading:
+        """Return id and title of a preset that runs here in place of one whose models could not be loaded; empty if the
+        visitor stopped it."""
+        if self.spec is None or not self._loading or self.stopped:
             return {}
         other = nearest_runnable(preset(self.spec.id), failed=True)
         return {"instead": [other.id, other.chip or other.title]}

@@ -19,7 +19,7 @@ from starlette.testclient import TestClient
 
 from specdemo.core.definitions import DEFINITIONS, table
 from specdemo.core.trace import from_json, to_json
-from specdemo.engine.messages import replay
+from specdemo.engine.messages import LOADING, RunStage, replay
 from specdemo.models.ref import ModelRef
 from specdemo.presets.files import preset
 from specdemo.servers.process import free_port
@@ -28,7 +28,7 @@ from specdemo.ui.assets import COMMENT, HERE
 from specdemo.ui.controls import DRAWN
 from specdemo.ui.race import Log, Visits, open_trace
 from specdemo.ui.setup import key, to_values
-from specdemo.ui.views import Loading
+from specdemo.ui.views import Failed, Loading
 from tests.processes import run, start
 from tests.traces import hostile_trace
 from tests.ui.stand_ins import lines, played
@@ -380,3 +380,12 @@ def test_the_docs_show_the_table_and_the_page_its_short_words():
     reference = assets.reference()
     anchors = {"h-" + title.lower().replace(" ", "-") for title in re.findall(r"^## (.+)$", reference, re.M)}
     assert table() in reference and {*re.findall(r"\(#(h-[\w-]+)\)", reference)} == anchors
+
+
+def test_a_run_that_is_stopped_while_it_loads_has_not_failed_and_offers_no_other():
+    for stops in (False, True):
+        log = Log(spec=preset("smollm2-chat"))
+        log.add([RunStage(LOADING)])
+        if stops:
+            log.stop()
+        assert ('"instead"' in log.add([Failed("the file is damaged")])) == (not stops)
