@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Mapping
 
+import torch
+
 from specdemo.costs.memory import Footprint
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.methods import BASELINE, model_method
@@ -14,6 +16,7 @@ from specdemo.models.memory import (
     Precision,
     estimate_footprint,
     expected_footprint,
+    fitting_precision,
     gguf_footprint,
     resolve_placement,
 )
@@ -37,11 +40,22 @@ def models_of(spec: Comparison) -> dict[ModelKey, ModelRef]:
     return {**drafters, target_key(spec): spec.target}
 
 
+def placement(spec: Comparison, free: int, progress: LoadProgress | None) -> tuple[torch.device, Precision]:
+    """Return the device and the precision of a target, as `load_model` chooses it with so many free bytes. progress
+    None: does not ask the hub. Raises ValueError, one line."""
+    device, precision = resolve_placement(spec.dtype, device_of(spec), spec.quantization)
+    if spec.dtype == "auto" and not spec.target.gguf and (progress or is_here(spec.target)):
+        precision = fitting_precision(locate(spec.target, PICKLED, progress or no_progress), precision, free)
+    return device, precision
+
+
 def sizes_of(
-    spec: Comparison, models: Mapping[ModelKey, ModelRef], measure: Callable[[ModelRef, Precision], Footprint]
+    spec: Comparison,
+    models: Mapping[ModelKey, ModelRef],
+    precision: Precision,
+    measure: Callable[[ModelRef, Precision], Footprint],
 ) -> dict[ModelKey, Footprint]:
     """Return the memory of models, as `measure` has it. Heads inside the target's own checkpoint need none."""
-    _, precision = resolve_placement(spec.dtype, device_of(spec), spec.quantization)
     unquantised, target = Precision(precision.dtype), target_key(spec)  # drafters and heads are not quantised
     return {
         key: measure(name, precision if key == target else unquantised)

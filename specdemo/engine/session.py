@@ -47,6 +47,7 @@ from specdemo.engine.room import (
     local_drafters,
     models_of,
     needs_of,
+    placement,
     sizes_of,
     target_key,
 )
@@ -63,7 +64,6 @@ from specdemo.models.memory import (
     check_memory,
     free_bytes,
     free_memory,
-    resolve_placement,
 )
 from specdemo.models.pass_cost import checking_note, costly_in_half, fastest_threads, measure_passes, pass_facts
 from specdemo.models.prefix_reuse import prefix_cached, with_prefix_cache
@@ -141,9 +141,10 @@ class Session:
     def memory(self, spec: Comparison) -> str:
         """Return in words what the models of a comparison need and whether it fits, from headers and configs or, of a
         model that is not on this machine, by its name. Does not ask the hub."""
-        needs = needs_of(spec, sizes_of(spec, models_of(spec), partial(known_footprint, spec)))
         free = free_memory() if spec.target.gguf else sum(free_bytes(torch.device(device_of(spec))))
-        return needs.verdict(free + self._used_bytes())  # a run drops what it does not use
+        free += self._used_bytes()  # a run drops what it does not use
+        _, precision = placement(spec, free, None)
+        return needs_of(spec, sizes_of(spec, models_of(spec), precision, partial(known_footprint, spec))).verdict(free)
 
     def check_room(self, spec: Comparison) -> None:
         """Raise ValueError if the models of a comparison do not fit into memory. Reads no weights."""
@@ -334,9 +335,10 @@ class Session:
         if not missing:
             return {}
         progress(0.0, f"looking for {', '.join(missing.values())}")
-        sizes = sizes_of(spec, missing, partial(footprint, spec, progress=progress))
+        free = free_bytes(torch.device(device_of(spec)))[0] + self._used_bytes()
+        device, precision = placement(spec, free, progress)
+        sizes = sizes_of(spec, missing, precision, partial(footprint, spec, progress=progress))
         needs = needs_of(spec, sizes)
-        device, precision = resolve_placement(spec.dtype, device_of(spec), spec.quantization)
         needed = needs.bytes + graph_bytes(device, 2 * needs.lanes)  # target and drafter of every lane
         self._evict(needed, device, models.keys())
         if spec.target.gguf:

@@ -32,7 +32,6 @@ from specdemo.core.protocol import Target
 from specdemo.core.rounding import difference, spacing
 from specdemo.core.safe_io import is_out_of_memory
 from specdemo.core.suggest import suggest
-from specdemo.costs.memory import HEADROOM
 from specdemo.models.auto_dtype import faster_precision
 from specdemo.models.checkpoints import check_finite
 from specdemo.models.cpu_plan import MEASURED, PROBE_TOKENS, CpuSettings
@@ -49,6 +48,7 @@ from specdemo.models.memory import (
     check_config_size,
     check_memory,
     estimate_footprint,
+    fitting_precision,
     free_bytes,
     resolve_placement,
     stored_dtype,
@@ -174,15 +174,14 @@ def load_model(
     torch_device, precision = resolve_placement(dtype, device, quantization)
     report(0.0, f"looking for {name}")
     source = locate(ref, report=report)
-    needed = estimate_footprint(source, precision).weights
-    chooses = dtype == "auto" and precision.dtype == torch.float32 and not precision.bits
+    fitting = fitting_precision(source, precision, free_bytes(torch_device)[0]) if dtype == "auto" else precision
     notes = []
+    if fitting != precision:
+        notes.append("dtype auto is bfloat16: in float32 the model does not fit into the free memory")
+    precision, needed = fitting, estimate_footprint(source, fitting).weights
+    chooses = dtype == "auto" and precision.dtype == torch.float32 and not precision.bits
     # smaller ones fit into a cache, where the measurement does not apply
     chooses = chooses and needed > SAMPLE_BYTES and stored_dtype(source) == torch.bfloat16
-    if chooses and HEADROOM * needed > free_bytes(torch_device)[0]:
-        chooses, precision = False, replace(precision, dtype=torch.bfloat16)
-        needed = estimate_footprint(source, precision).weights
-        notes.append("dtype auto is bfloat16: in float32 the model does not fit into the free memory")
     spread = check_memory(name, needed, torch_device, precision)
     folder = str(check_folder(fetch_folder(source, report), name))
     if chooses:

@@ -5,7 +5,7 @@ Both leave out overheads; compare them with free memory divided by `costs.memory
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
@@ -153,6 +153,15 @@ def stored_dtype(source: Path | Repository) -> torch.dtype | None:
     parts = (config.get("text_config") or {}, config)  # multimodal models may state it for all their parts at once
     name = next((str(dtype) for part in parts for key in ("dtype", "torch_dtype") if (dtype := part.get(key))), "")
     return getattr(torch, name.removeprefix("torch."), None) if name else None
+
+
+def fitting_precision(source: Path | Repository, precision: Precision, free: int) -> Precision:
+    """Return bfloat16 for a model that is stored in it and does not fit into the free bytes in float32, which dtype
+    `auto` is on a CPU; else the precision."""
+    if precision.dtype != torch.float32 or precision.bits or stored_dtype(source) != torch.bfloat16:
+        return precision
+    fits = HEADROOM * estimate_footprint(source, precision).weights <= free
+    return precision if fits else replace(precision, dtype=torch.bfloat16)
 
 
 def _quantized_bits(quantization: str | None, device: torch.device) -> int | None:

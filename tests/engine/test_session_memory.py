@@ -1,6 +1,8 @@
 """Models in memory: the most recently used ones within a budget, all freed with the session."""
 
+import json
 import os
+import shutil
 import weakref
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from specdemo.engine import session as engine
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.messages import Note
 from specdemo.engine.session import Session
-from specdemo.models import memory
+from specdemo.models import load, memory
 from specdemo.models.errors import Cancelled
 from tests.models.test_text import byte_level
 
@@ -104,6 +106,22 @@ def test_models_that_do_not_fit_together_are_rejected_before_loading(folders, mo
     monkeypatch.setattr(engine, "load_model", None)
     with pytest.raises(ValueError, match=f"^{a} with {b} needs about 7.2 MB in float32, .* smaller model$"):
         Session().load(spec(a, Lane(method="draft_model", model=b)))
+
+
+def test_auto_is_bfloat16_where_a_run_does_not_fit_in_float32(folders, tmp_path, monkeypatch):
+    copied = shutil.copytree(folders[0], tmp_path / "model")
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    need = memory.estimate_footprint(copied, memory.Precision(torch.float32)).weights
+    for module in (memory, engine, load):
+        monkeypatch.setattr(module, "free_bytes", lambda where: [int(0.9 * need)])
+    session = Session()
+    run = spec(str(copied)).changed(dtype="auto")
+    assert "does not fit" not in session.memory(run)
+    session.load(run)
+    assert session.target().dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="needs about .* in float32"):
+        Session().load(run.changed(dtype="float32"))
 
 
 def test_loading_can_be_cancelled(folders):

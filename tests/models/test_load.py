@@ -439,7 +439,6 @@ def test_the_stored_dtype_may_be_stated_for_all_parts_of_a_model(tmp_path, confi
 
 
 def test_auto_is_bfloat16_where_float32_does_not_fit(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(load, "SAMPLE_BYTES", 0)
     copied = shutil.copytree(folder, tmp_path / "model")
     config = json.loads((copied / "config.json").read_text())
     (copied / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
