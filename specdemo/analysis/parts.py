@@ -94,20 +94,20 @@ def contrast(parts: Sequence[Part], noun: str) -> Contrast | None:
     return Contrast(where, *counts, 1.0 + group.rate, here, others.accepted / others.drafted, 1.0 + others.rate, there)
 
 
-def trend(parts: Sequence[Part], noun: str) -> str:
-    """Return a note if fewer and fewer draft tokens are accepted from each third of the parts to the next, as where
-    texts grow; empty otherwise, and where `contrast` says more."""
+def trend(parts: Sequence[Part]) -> tuple[str, ...]:
+    """Return a note if fewer and fewer draft tokens are accepted from each third of the readings to the next, as where
+    texts grow; none otherwise, and where `contrast` says more."""
     drafting = [part for part in parts if part.drafted]
     third = len(drafting) // 3
-    if third < LEAST_IN_THIRD or contrast(parts, noun):
-        return ""
+    if third < LEAST_IN_THIRD or contrast(parts, READING):
+        return ()
     thirds = [reduce(add, drafting[i * third : (i + 1) * third]) for i in range(3)]
     first, middle, last = (part.rate for part in thirds)
     if min(part.drafted for part in thirds) < BROKEN_TOKENS or not first > middle > last or last > WORSE * first:
-        return ""
+        return ()
     return (
-        f"The accepted length falls from {1.0 + first:.2f} in the first third of the {noun}s to {1.0 + last:.2f} in "
-        f"the last: if texts grew, `{program()} bench context` finds the length from which plain decoding is faster."
+        f"The accepted length falls from {1.0 + first:.2f} in the first third of the {READING}s to {1.0 + last:.2f} in "
+        f"the last: if texts grew, `{program()} bench context` finds the length from which plain decoding is faster.",
     )
 
 

@@ -114,7 +114,7 @@ class Watch:
             k=self.k,
             **values_of(stats_between(*texts)) | never_drafted(*texts),
             contrast=contrast(self._parts, READING),
-            notes=tuple(filter(None, [trend(self._parts, READING)])),
+            notes=trend(self._parts),
             batch_size=fmean(self._running) if self._running else None,
             tokens_per_s=self._tokens / self._busy_s if self._busy_s else None,
             plain_tokens_per_s=self.plain_tokens_per_s,

@@ -80,7 +80,7 @@ def with_lengths(name: str, lane: Lane, pass_ms: Mapping[int, float], draft: flo
     if lane.options or not wraps:
         return lanes
     if not pass_ms:
-        return [*lanes, *_of_servers(name, lane)]
+        return [*lanes, *_server_candidates(name, lane)]
     adaptive = Lane(
         method="adaptive", model=lane.model, k=ks[-1], options={"drafter": lane.method}, name=f"{name}, adaptive"
     )
@@ -90,7 +90,7 @@ def with_lengths(name: str, lane: Lane, pass_ms: Mapping[int, float], draft: flo
     return [adaptive, lanes[-1].changed(**sure), *lanes]
 
 
-def _of_servers(name: str, lane: Lane) -> Iterator[Lane]:
+def _server_candidates(name: str, lane: Lane) -> Iterator[Lane]:
     """Yield the candidates of a drafter that only some servers have: drafts that end where it is unsure, and a lookup
     first."""
     k = ON_SERVERS[FIRST - 1]

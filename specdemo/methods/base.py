@@ -48,7 +48,7 @@ class LookupOptions(BaseOptions):
         return text
 
     @property
-    def of_lookup(self) -> dict[str, str]:
+    def lookup_options(self) -> dict[str, str]:
         """Return the options that a wrapper passes on to its lookup; a method that takes none refuses a corpus."""
         return {"corpus": self.corpus} if self.corpus else {}
 

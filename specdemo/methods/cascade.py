@@ -38,14 +38,15 @@ class Cascade(DraftModel, method="cascade"):
     summary = "A draft model verifies a cheap guess; the target verifies the result."
 
     cross_vocabulary: ClassVar[bool] = False
-    parallel: ClassVar[bool] = False
 
     Options = CascadeOptions
 
     def __init__(self, target: Target, model: object, options: CascadeOptions | None = None) -> None:
         options = options or self.Options()
         super().__init__(target, model)
-        self._inner = Wrapper(load_drafter(options.inner, target, options.inner_model or None, **options.of_lookup))
+        self._inner = Wrapper(
+            load_drafter(options.inner, target, options.inner_model or None, **options.lookup_options)
+        )
         self.parts = (self.model, self._inner)
         self.note = "; ".join(filter(None, (self.note, self._inner.note)))
         self.taps = self._inner.taps

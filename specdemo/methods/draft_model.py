@@ -73,8 +73,8 @@ class DraftModel(Method, method="draft_model"):
         self.model = _to_target(model, target)
         self.parts, self.name = (self.model,), self.model.name
         self.head: nn.Module = self.model.model  # training updates the whole draft model
-        self.stated_mask: object = getattr(getattr(self.model.model, "config", None), MASK_TOKEN, None)
-        if self.stated_mask is not None and not self.parallel:
+        self.mask_token: object = getattr(getattr(self.model.model, "config", None), MASK_TOKEN, None)
+        if self.mask_token is not None and not self.parallel:
             self.note = "This is a PARD model; method 'pard' drafts all its tokens in one pass."
         self._bridge: VocabBridge | None = None
         difference = tokenizer_difference(target, self.model)

@@ -37,7 +37,7 @@ class Pard(DraftModel, method="pard"):
     def __init__(self, target: Target, model: object, options: DraftOptions | None = None) -> None:
         """Raises ValueError for a model without a mask token, or with one outside its vocabulary."""
         super().__init__(target, model, options)
-        self._mask = _mask_token(self.name, self.stated_mask, self.model.vocab_size)
+        self._mask = _mask_token(self.name, self.mask_token, self.model.vocab_size)
         if hasattr(self.model.model.config, TARGET_LAYERS):
             self.note = f"{ALONE} {self.note}".rstrip()
 

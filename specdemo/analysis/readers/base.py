@@ -133,7 +133,7 @@ class OutputTotals:
         if self.beyond > FIRST_TOKENS * self.text:  # of long answers that is little, and engines count it
             accepted = max(accepted - self.beyond, 0.0)
             notes.append(past_end(self.accepted, accepted))
-        notes += filter(None, [trend(self.parts, self.noun) if self.noun == READING else ""])
+        notes += trend(self.parts) if self.noun == READING else ()
         values |= {"contrast": contrast(self.parts, self.noun), "notes": tuple(notes)}
         if self.drafted:
             values["acceptance_rate"] = accepted / self.drafted

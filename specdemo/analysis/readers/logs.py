@@ -188,7 +188,7 @@ class SGLangLog(OutputReader):
             "contrast": contrast(totals.parts, totals.noun),
             "tokens_per_s": mean(speeds_of_all(_after_prefill(loads))),
             "batch_size": mean(load.running for load in loads),
-            "notes": (*hidden_engines(value("dp_size"), len(engines)), *filter(None, [trend(totals.parts, READING)])),
+            "notes": (*hidden_engines(value("dp_size"), len(engines)), *trend(totals.parts)),
         }
         return _sglang(self.title, value, measured)
 
