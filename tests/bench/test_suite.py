@@ -47,7 +47,8 @@ from specdemo.models.prefix_reuse import PrefixCachedTarget
 from specdemo.models.ref import ModelRef
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
-from specdemo.presets.files import preset
+from specdemo.presets.files import load_presets, preset
+from specdemo.presets.link import OWN
 
 SHORT = {"new_tokens": 12, "prompts": ["Once upon a time"]}
 
@@ -182,7 +183,8 @@ def test_contexts_grow_along_one_text_that_is_read_once(monkeypatch):
     assert "context of 100" in result.remarks[0] or "lain decoding is faster" in result.remarks[0]
 
 
-def test_a_target_and_a_drafter_may_be_named_for_the_context(capsys):
+def test_a_target_and_a_drafter_may_be_named_for_the_context(capsys, monkeypatch):
+    monkeypatch.setitem(load_presets(), OWN, None)  # the preset of the named models goes with the test
     named = ["bench", "context", "--target", "stories", "--repeats", "1", "--new-tokens", "8", "--longest", "64"]
     assert main([*named, "--model", "stories-draft-wide", "--json"]) == 0
     result = read_result(capsys.readouterr().out)

@@ -50,8 +50,8 @@ def test_a_hostile_link_is_refused_with_notes_and_every_setting_reaches_the_link
     drop(page.locator("#option-corpus-1 textarea"), "one\ntwo")
     set_number(page, "option-max_n-1", 5)
     expect_example(page, "Custom (from Prompt lookup)")
-    expect(page.locator("#about")).to_have_text(
-        "Custom (from Prompt lookup where text repeats). stories · Prompt lookup · k 8 · greedy · 96 tokens"
+    expect(page.locator("#about")).to_contain_text(
+        "Custom (from Prompt lookup where text repeats). stories · Prompt lookup · k 8 · greedy · 96 tokens Memory:"
     )
     for _ in range(2):
         page.locator("#add-lane").click()

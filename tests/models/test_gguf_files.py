@@ -380,7 +380,7 @@ def test_context_that_the_drafter_displaces():
     end = "; the size of a model is unknown until it is downloaded; may fit into the free 6.0 GB"
     assert unknown.verdict(6 * GB).endswith(end)
     recurrent = Needs("big", Footprint(GB, 0, GB // 5, GB // 10), [], 4000, 2)
-    assert recurrent.describe() == "target 1.0 GB, recurrent state 0.2 GB, buffers 0.4 GB"
+    assert recurrent.describe() == "target 1.0 GB, recurrent state 200.0 MB, buffers 0.4 GB"
     assert not recurrent.fits(int(1.5 * GB)) and recurrent.fits(int(1.8 * GB))
 
 

@@ -228,8 +228,9 @@ def test_memory_of_states_and_of_keys_and_values_is_that_of_llamacpp(architectur
         assert header.state_bytes == pytest.approx(states, rel=0.05, abs=200)
     cache = header.cache_bytes(CACHE_BYTES[target.weights.settings.cache_type])
     assert 100 * cache == pytest.approx(everything - header.state_bytes, rel=0.1, abs=2000)
-    buffers = gguf_footprint(ModelRef(target.weights.path), target.settings).per_text
-    assert buffers - 256 * VOCABULARY * 4 == header.state_bytes * (1 + target.weights.rollback + COPIES)
+    footprint = gguf_footprint(ModelRef(target.weights.path), target.settings)
+    assert footprint.per_text == 256 * VOCABULARY * 4
+    assert footprint.state == header.state_bytes * (1 + target.weights.rollback + COPIES)
 
 
 def test_a_stop_while_accepted_tokens_are_read_again_leaves_no_wrong_state(target_of, monkeypatch):
