@@ -44,9 +44,8 @@ class Cascade(DraftModel, method="cascade"):
     def __init__(self, target: Target, model: object, options: CascadeOptions | None = None) -> None:
         options = options or self.Options()
         super().__init__(target, model)
-        self._inner = Wrapper(
-            load_drafter(options.inner, target, options.inner_model or None, **options.lookup_options)
-        )
+        inner = load_drafter(options.inner, target, options.inner_model or None, **options.lookup_options)
+        self._inner = Wrapper(inner)
         self.parts = (self.model, self._inner)
         self.note = "; ".join(filter(None, (self.note, self._inner.note)))
         self.taps = self._inner.taps

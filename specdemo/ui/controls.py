@@ -254,7 +254,7 @@ def draw(start: Preset, allow_any_model: bool) -> Controls:
     with gr.Row(elem_id="prompt-row"):
         parts["prompt"] = gr.Textbox(**shown["prompt"], **size, label="Prompt", elem_id="prompt")
         with gr.Row(visible=False, elem_id="follow-row") as parts["follow"]:
-            hint: Values = {"placeholder": "Next message to all lanes", "max_length": most.prompt, "show_label": False}
+            hint: Values = {"placeholder": "Next message", "max_length": most.prompt, "show_label": False}
             parts["message"] = gr.Textbox(**hint, **look("Next message", "message", 5))
             parts["continue"] = gr.Button("Continue this chat", elem_id="continue", min_width=150)
         with gr.Row(**shown["tasks"], elem_id="tasks") as parts["tasks"]:
