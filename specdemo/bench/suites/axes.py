@@ -134,15 +134,15 @@ def _long_text(target: str) -> str:
 
 def _crossing(rows: list[Row]) -> str:
     """Return from which length on plain decoding is faster, between the last length that gains and the next one."""
-    gains = [(row["context"], row["speed-up"].value) for row in rows if row["lane"] != BASELINE_LANE]
-    lost = next((place for place in range(len(gains)) if all(gain < 1.0 for _, gain in gains[place:])), None)
-    if lost is None or gains[-1][1] * SMALLEST_GAIN > 1.0:
+    gains = [(row["context"], row["speed-up"]) for row in rows if row["lane"] != BASELINE_LANE]
+    lost = next((place for place in range(len(gains)) if all(gain.value < 1.0 for _, gain in gains[place:])), None)
+    if lost is None or gains[-1][1].value * SMALLEST_GAIN > 1.0:
         return _gain(rows, "context", "a context of")
     if not lost:
         return "Plain decoding is faster at every length."
     (before, gain), (after, loss) = gains[lost - 1 : lost + 1]
-    length = before * (after / before) ** (log(gain) / log(gain / loss))
-    speeds = f"{gain:.2f}x at {before:,}, {loss:.2f}x at {after:,}"
+    length = before * (after / before) ** (log(gain.value) / log(gain.value / loss.value))
+    speeds = f"{gain.format()} at {before:,}, {loss.format()} at {after:,}"
     return f"From about {float(f'{length:.2g}'):,.0f} tokens on, plain decoding is faster: {speeds}."
 
 
