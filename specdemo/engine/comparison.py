@@ -27,7 +27,7 @@ from specdemo.methods import (
     model_method,
     parse_options,
 )
-from specdemo.methods.facts import POLICIES, SHORT
+from specdemo.methods.facts import POLICIES, SHORT_TITLES
 from specdemo.models.ref import ModelRef
 from specdemo.servers.address import address, host
 
@@ -139,7 +139,7 @@ class Lane(Settings):
         words = f"Draft{size}" if size else facts_of(drafter).title
         if drafter != self.method:
             title, alone = facts_of(self.method).title, drafter == BASELINE or self.method not in POLICIES
-            words = title if alone else f"{POLICIES[self.method]} {SHORT.get(drafter, words)}{size}"
+            words = title if alone else f"{POLICIES[self.method]} {SHORT_TITLES.get(drafter, words)}{size}"
         on_server = f"{f', k = {self.k}' if self.k else ''} on {host(self.server)}" if self.server else ""
         return words + on_server
 

@@ -78,7 +78,7 @@ FACTS = {
 }
 # Short forms in the names of lanes with a policy, such as `Adaptive lookup`: of policies, and of drafters.
 POLICIES = {"adaptive": "Adaptive", "online": "Online", "synthetic": "Synthetic"}
-SHORT = {"draft_model": "draft", "ngram": "lookup", "suffix": "suffix", "mtp": "MTP", "lookahead": "lookahead"}
+SHORT_TITLES = {"draft_model": "draft", "ngram": "lookup", "suffix": "suffix", "mtp": "MTP", "lookahead": "lookahead"}
 MODELS = ("draft_model", "pard")  # methods whose drafter is a complete model
 PARALLEL = [name for name, facts in FACTS.items() if facts.parallel]
 PREDICTED = {name: facts for name, facts in FACTS.items() if facts.cost}
