@@ -22,13 +22,12 @@ Sizes = Mapping[str, int]
 class Drafting:
     """Passes of a drafter in one step.
 
-    first: the pass that reads the committed tokens and drafts the first token; further: the pass of every other token;
-    None: no such pass. block: the first pass drafts all tokens. own: weights in addition to the target's.
+    first: the pass that reads the committed tokens and drafts the first token; None: no passes. further: the pass of
+    every other token; None: the first pass drafts all tokens. own: weights in addition to the target's.
     """
 
     first: Shape | None = None
     further: Shape | None = None
-    block: bool = False
     reads_all: bool = False  # the first pass reads all tokens of the last step, not only the last one
     own: Shape | None = None
     longest: int = MAX_K  # largest draft length
@@ -57,7 +56,7 @@ def pard(target: Shape, config: Config, options: Sizes) -> Drafting:
     """One pass of a complete model over the new tokens and k - 1 mask tokens (2504.18583, section 3.1). Raises
     ValueError without its config.
     """
-    return replace(draft_model(target, config, options), further=None, block=True, reads_all=True)
+    return replace(draft_model(target, config, options), further=None, reads_all=True)
 
 
 def medusa(target: Shape, config: Config, options: Sizes) -> Drafting:
@@ -109,7 +108,7 @@ def dflash(target: Shape, config: Config, options: Sizes) -> Drafting:
     fc = (len(taps) if taps else DFLASH_TAPS) * target.hidden * reader.hidden
     head = replace(body, dense=body.dense + fc, head=target.head, embedding=0, operations=layers * CHAIN + ENDS)
     longest = number(config, "block_size", default=DFLASH_BLOCK) - 1
-    return Drafting(head, block=True, reads_all=True, own=replace(head, head=0), longest=longest)
+    return Drafting(head, reads_all=True, own=replace(head, head=0), longest=longest)
 
 
 def mtp(target: Shape, config: Config, options: Sizes) -> Drafting:

@@ -131,10 +131,10 @@ def _drafts(
     if draft.first is None:
         return []
     read = acceptance.longest_of(k, batch) if draft.reads_all else 1.0 + acceptance.p_all_accepted(k, batch)
-    if draft.block:
+    if draft.further is None:
         return [(work(draft.first, read + k, batch, context, size, k), 1.0)]
     drafts = [(work(draft.first, read, batch, context, size, 1.0), 1.0)]
-    if k > 1 and draft.further is not None:
+    if k > 1:
         rows = min(BRANCHES, nodes) if nodes else 1
         drafts.append((work(draft.further, rows, batch, context, size), k - 1.0))
     return drafts

@@ -27,7 +27,6 @@ from specdemo.methods import (
     model_method,
     parse_options,
 )
-from specdemo.methods.facts import POLICIES, SHORT_TITLES
 from specdemo.models.ref import ModelRef
 from specdemo.servers.address import address, host
 
@@ -138,8 +137,9 @@ class Lane(Settings):
         size = f" {self.model.size}" if drafter == "draft_model" and self.model and self.model.size else ""
         words = f"Draft{size}" if size else facts_of(drafter).title
         if drafter != self.method:
-            title, alone = facts_of(self.method).title, drafter == BASELINE or self.method not in POLICIES
-            words = title if alone else f"{POLICIES[self.method]} {SHORT_TITLES.get(drafter, words)}{size}"
+            wrapper, wrapped = facts_of(self.method), facts_of(drafter)
+            alone = drafter == BASELINE or not wrapper.short
+            words = wrapper.title if alone else f"{wrapper.short} {wrapped.short or words}{size}"
         on_server = f"{f', k = {self.k}' if self.k else ''} on {host(self.server)}" if self.server else ""
         return words + on_server
 

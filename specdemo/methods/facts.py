@@ -17,7 +17,9 @@ class Facts:
     cls: module below this package, and class. cost: None for a method that chooses at run time what it drafts, and so
     cannot be predicted. marks: lower-case strings that only configs of its drafters contain. words: lower-case parts of
     the names that engines give the method, besides its own name. targets: the same of the names of targets that were
-    trained for it, where their configs have no mark. parallel: it drafts all tokens in one pass.
+    trained for it, where their configs have no mark. parallel: it drafts all tokens in one pass. short: its form in the
+    names of lanes where one method wraps another, such as `Adaptive lookup`; empty: the title. A wrapper without one is
+    named alone.
     """
 
     cls: str
@@ -27,6 +29,7 @@ class Facts:
     words: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()
     parallel: bool = False
+    short: str = ""
 
 
 # The last one that recognises a checkpoint reads it: heads come after draft_model, which any complete model is for.
@@ -37,10 +40,11 @@ FACTS = {
         "Draft model",
         drafting.draft_model,
         words=("draft-simple", "standalone", "draft model"),
+        short="draft",
     ),
     "pard": Facts("pard:Pard", "PARD", drafting.pard, (drafting.MASK_TOKEN,), parallel=True),
-    "ngram": Facts("ngram:NGram", "Prompt lookup", drafting.no_passes, words=("lookup",)),
-    "suffix": Facts("suffix:Suffix", "Suffix decoding", drafting.no_passes),
+    "ngram": Facts("ngram:NGram", "Prompt lookup", drafting.no_passes, words=("lookup",), short="lookup"),
+    "suffix": Facts("suffix:Suffix", "Suffix decoding", drafting.no_passes, short="suffix"),
     "medusa": Facts("heads.medusa:Medusa", "Medusa", drafting.medusa, ("medusa",)),
     "mlp_speculator": Facts(
         "heads.mlp_speculator:MLPSpeculator",
@@ -49,7 +53,12 @@ FACTS = {
         ("mlp_speculator", "mlpspeculator"),
     ),
     "mtp": Facts(
-        "heads.mtp:MTP", "Multi-token prediction", drafting.mtp, ("num_nextn_predict_layers", "mtp_"), ("nextn",)
+        "heads.mtp:MTP",
+        "Multi-token prediction",
+        drafting.mtp,
+        ("num_nextn_predict_layers", "mtp_"),
+        ("nextn",),
+        short="MTP",
     ),
     "eagle": Facts("heads.eagle:Eagle", "EAGLE", drafting.eagle, ("eagle3", "eagle_config", "draft_vocab_size")),
     "dflash": Facts(
@@ -67,18 +76,15 @@ FACTS = {
         ("gemma4_assistant", "gemma4_unified_assistant"),
         ("assistant",),
     ),
-    "lookahead": Facts("lookahead:Lookahead", "Lookahead decoding", drafting.no_passes),
+    "lookahead": Facts("lookahead:Lookahead", "Lookahead decoding", drafting.no_passes, short="lookahead"),
     "layer_skip": Facts("layer_skip:LayerSkip", "Layer skip", drafting.layer_skip, targets=("layerskip",)),
-    "adaptive": Facts("adaptive:Adaptive", "Adaptive length"),
-    "online": Facts("online:Online", "Online learning"),
+    "adaptive": Facts("adaptive:Adaptive", "Adaptive length", short="Adaptive"),
+    "online": Facts("online:Online", "Online learning", short="Online"),
     "cascade": Facts("cascade:Cascade", "Cascade"),
     "router": Facts("router:Router", "Router"),
     "gated": Facts("gated:Gated", "Gated lookup"),
-    "synthetic": Facts("synthetic:Synthetic", "Synthetic acceptance"),
+    "synthetic": Facts("synthetic:Synthetic", "Synthetic acceptance", short="Synthetic"),
 }
-# Short forms in the names of lanes with a policy, such as `Adaptive lookup`: of policies, and of drafters.
-POLICIES = {"adaptive": "Adaptive", "online": "Online", "synthetic": "Synthetic"}
-SHORT_TITLES = {"draft_model": "draft", "ngram": "lookup", "suffix": "suffix", "mtp": "MTP", "lookahead": "lookahead"}
 MODELS = ("draft_model", "pard")  # methods whose drafter is a complete model
 PARALLEL = [name for name, facts in FACTS.items() if facts.parallel]
 PREDICTED = {name: facts for name, facts in FACTS.items() if facts.cost}

@@ -64,7 +64,9 @@ def test_every_method_has_a_cost_and_an_interval_around_its_value(method, device
     model = "llama-1b" if method in MODELS else None
     found = predict("llama-8b", device=device, method=method, model=model, ks=(1, 2, 4))
     assert found.as_dict()["method"] == method
-    free = PREDICTED[method].cost(shape("llama-8b"), reference_configs()["llama-1b"], {}).first is None
+    passes = PREDICTED[method].cost(shape("llama-8b"), reference_configs()["llama-1b"], {})
+    free = passes.first is None
+    assert (not free and passes.further is None) == PREDICTED[method].parallel
     for row in found.rows:
         assert row.speedup.low < row.speedup.value < row.speedup.high
         assert row.v >= 1.0 and (row.draft_ms < 1.0 if free else row.c > 0.0)
