@@ -197,7 +197,7 @@ class Adaptive(Wrapper, method="adaptive"):
 
     def __init__(self, target: Target, model: object = None, options: AdaptiveOptions | None = None) -> None:
         options = options or self.Options()
-        super().__init__(load_drafter(options.drafter, target, model, **options.lookup_options))
+        super().__init__(load_drafter(options.drafter, target, model, **options.lookup_options(options.drafter)))
         self._lookup = LookupAcceptance() if self.drafters[0].looks_up else None
         self.policy = Goodput(target.pass_ms, self._lookup)
         self._device = target.device

@@ -8,10 +8,11 @@ from torch import Generator
 
 from specdemo.core.protocol import Budget, Drafter, Progress, Target
 from specdemo.core.sampling import Sampling
+from specdemo.core.settings import settings
 from specdemo.core.tree import Draft
 from specdemo.costs.drafting import Drafting, Sizes
 from specdemo.costs.shapes import Config, Shape
-from specdemo.methods import BaseOptions, EngineArgs, setting
+from specdemo.methods import BaseOptions, EngineArgs, method, setting
 from specdemo.methods.facts import FACTS, Facts
 
 if TYPE_CHECKING:
@@ -47,9 +48,11 @@ class LookupOptions(BaseOptions):
             raise ValueError(f"the corpus has {len(text):,} characters, the limit is {MAX_CORPUS:,}; give fewer files")
         return text
 
-    @property
-    def lookup_options(self) -> dict[str, str]:
-        """Return the options that a wrapper passes on to its lookup; a method that takes none refuses a corpus."""
+    def lookup_options(self, inner: str) -> dict[str, str]:
+        """Return the options that a wrapper passes on to the method that it wraps. Raises ValueError for a corpus if
+        that method does not copy from texts."""
+        if self.corpus and "corpus" not in settings(method(inner).Options):
+            raise ValueError(f"option 'corpus' is for 'suffix' and 'ngram', not for {inner!r}; leave it out")
         return {"corpus": self.corpus} if self.corpus else {}
 
 

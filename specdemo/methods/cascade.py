@@ -44,7 +44,9 @@ class Cascade(DraftModel, method="cascade"):
     def __init__(self, target: Target, model: object, options: CascadeOptions | None = None) -> None:
         options = options or self.Options()
         super().__init__(target, model)
-        inner = load_drafter(options.inner, target, options.inner_model or None, **options.lookup_options)
+        inner = load_drafter(
+            options.inner, target, options.inner_model or None, **options.lookup_options(options.inner)
+        )
         self._inner = Wrapper(inner)
         self.parts = (self.model, self._inner)
         self.note = "; ".join(filter(None, (self.note, self._inner.note)))

@@ -42,7 +42,7 @@ class Gated(Wrapper, method="gated"):
 
     def __init__(self, target: Target, model: object = None, options: GatedOptions | None = None) -> None:
         options = options or self.Options()
-        lookup = load_drafter(options.lookup, target, **options.lookup_options)
+        lookup = load_drafter(options.lookup, target, **options.lookup_options(options.lookup))
         super().__init__(load_drafter(options.drafter, target, model), lookup)
         self._curve, self._most = target.pass_ms, options.length
 

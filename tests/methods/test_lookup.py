@@ -99,7 +99,7 @@ def test_a_wrapper_passes_the_corpus_on_to_its_lookup(lookup, name, options, pla
 
 
 def test_a_wrapper_around_a_draft_model_takes_no_corpus():
-    with pytest.raises(ValueError, match="unknown option 'corpus' of method 'draft_model'"):
+    with pytest.raises(ValueError, match="option 'corpus' is for 'suffix' and 'ngram', not for 'draft_model'"):
         load_drafter("adaptive", with_tokenizer(ToyTarget(64)), ToyTarget(64), corpus="9 2 3")
 
 

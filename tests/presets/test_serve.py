@@ -143,6 +143,18 @@ def test_a_corpus_is_a_file_of_sglang_and_of_no_other_engine(tmp_path, capsys):
         assert refused.endswith("drafts from no corpus; leave the option out")
 
 
+def test_llama_server_limits_the_drafter_beside_a_lookup_and_has_one_lookup():
+    drafts = {"method": "gated", "model": "org/draft-GGUF:Q4_0", "k": 5}
+
+    def line(**options):
+        spec = lane(**drafts, options=options).changed(target="org/target-GGUF:Q4_0")
+        return next(line for line in serve_commands(spec, "llama-server") if "ngram" in line)
+
+    assert after(shlex.split(line()), "--spec-draft-n-max") == "5"
+    assert after(shlex.split(line(length=2)), "--spec-draft-n-max") == "2"
+    assert line(lookup="ngram").endswith("combines one lookup with drafters, ngram-mod; leave lookup at suffix")
+
+
 def test_a_method_that_vllm_removed_names_the_last_version_with_it():
     lines = serve_commands(lane(method="medusa", model="some/heads"), "vllm")
     assert "# lane 1: medusa; needs vLLM before 0.33, which removed medusa" in lines

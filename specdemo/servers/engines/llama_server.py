@@ -89,12 +89,15 @@ def _ngram(model: str | None, k: int, options: MethodOptions) -> Flags:
 
 
 def _gated(model: str | None, k: int, options: MethodOptions) -> Flags:
-    """Return the flags of a drafter after ngram-mod, of which the first with a draft is used. Its least length is 48,
-    unless it is set."""
+    """Return the flags of a drafter after ngram-mod, of which the first with a draft is used. The least length of
+    ngram-mod is 48, unless it is set."""
     inner = str(options["drafter"])
     if inner not in DRAFTERS or inner == "ngram":
         raise UnsupportedByEngine(f"llama-server does not combine {inner} with a lookup")
-    kind, *rest = DRAFTERS[inner](model, k, default_options(inner))[1:]
+    if options["lookup"] != "suffix":
+        raise UnsupportedByEngine("llama-server combines one lookup with drafters, ngram-mod; leave lookup at suffix")
+    longest = min(k, int(options["length"]) or k)  # of the drafter
+    kind, *rest = DRAFTERS[inner](model, longest, default_options(inner))[1:]
     return [TYPE, f"{kind},ngram-mod", *rest, "--spec-ngram-mod-n-min", "1"]
 
 
