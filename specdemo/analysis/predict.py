@@ -23,11 +23,10 @@ from specdemo.core.trace import LaneTrace, RunTrace
 from specdemo.costs.acceptance import Acceptance, of_lane
 from specdemo.costs.drafting import Drafting
 from specdemo.costs.lengths import best_length
-from specdemo.costs.memory import HEADROOM, footprint_of
 from specdemo.costs.passes import measured_passes, pass_ratio
 from specdemo.costs.profiles import Profile, profile
 from specdemo.costs.roofline import BYTES, Device, Engine, device_of, step_cost
-from specdemo.costs.shapes import Shape
+from specdemo.costs.shapes import HEADROOM, Shape
 from specdemo.costs.step import StepCost, predicted_speedup
 from specdemo.presets.recorded import load_trace
 
@@ -391,7 +390,7 @@ def _break_even_batch(scenario: Scenario, lengths: Sequence[int]) -> int | None:
 def _memory_gb(scenario: Scenario) -> float:
     """Return the memory for the weights and KV caches of target and drafter."""
     size, own = BYTES[scenario.device.dtype], scenario.draft.own
-    footprints = [footprint_of(model, scenario.context, size) for model in (scenario.target, own) if model]
+    footprints = [model.footprint(scenario.context, size) for model in (scenario.target, own) if model]
     return HEADROOM * sum(model.bytes(scenario.context, scenario.batch) for model in footprints) / 1e9
 
 

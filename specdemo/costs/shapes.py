@@ -1,4 +1,4 @@
-"""Sizes of a model, from its config.json.
+"""Sizes of a model, from its config.json, and its memory.
 
 A model consists of matrices that every pass reads, experts of which a batch activates some, an output head, and a
 per-row cache: keys and values, a compressed latent, or a state of fixed size. Counts are numbers of parameters; their
@@ -30,7 +30,24 @@ UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 KNOWN = Path(__file__).with_name("known.json")
 
+HEADROOM = 1.1  # factor of the memory of weights and caches, for activations, buffers and fragmentation
+
 Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Memory of a model in bytes, without activations: compare `HEADROOM` times the bytes with the free memory. A text
+    may be a lane, or a row of a batch."""
+
+    weights: int
+    per_token: int  # keys and values per token of a text
+    per_text: int = 0  # buffers of a text, whatever its length
+    state: int = 0  # recurrent states of a text
+
+    def bytes(self, tokens: int, texts: int = 1) -> int:
+        """Return the size of the weights and of the caches of `texts` texts of so many tokens."""
+        return self.weights + texts * (tokens * self.per_token + self.per_text + self.state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +114,11 @@ class Shape:
         """Return the bytes of the cache of one row."""
         kv_numbers = (m.layers * (m.numbers * (min(context, m.window) if m.window else context)) for m in self.memory)
         return sum(kv_numbers) * dtype_bytes + sum(m.layers * m.state for m in self.memory) * 4.0
+
+    def footprint(self, context: int, dtype_bytes: float) -> Footprint:
+        """Return the memory of a model that reads `context` tokens per text, of which windows keep the last ones
+        only."""
+        return Footprint(int(self.weight_bytes(dtype_bytes)), 0, int(self.kv_bytes(context, dtype_bytes)))
 
 
 @lru_cache(maxsize=1)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +17,7 @@ import torch
 from specdemo.core.protocol import Target
 from specdemo.core.settings import to_values
 from specdemo.core.trace import UNREPORTED, RunTrace, without_probabilities
+from specdemo.costs.shapes import Footprint
 from specdemo.engine.clock import clock_name
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.lanes import LaneModels, LocalLane, RunningLane, ServerLane, build_lane_models, chat_messages
@@ -36,44 +37,29 @@ from specdemo.engine.messages import (
     RunStage,
     opened,
 )
-from specdemo.engine.room import (
-    NOTHING,
-    ModelKey,
-    device_of,
-    drafter_key,
-    footprint,
-    known_footprint,
-    llamacpp_settings,
-    local_drafters,
-    models_of,
-    needs_of,
-    placement,
-    sizes_of,
-    target_key,
-)
 from specdemo.engine.verdict import compare_outputs
-from specdemo.methods import method, model_method
+from specdemo.methods import BASELINE, method, model_method
 from specdemo.methods.pairs import load_model
 from specdemo.models.cpu_plan import CpuSettings
 from specdemo.models.cpu_threads import step_threads, thread_counts, thread_limit
 from specdemo.models.devices import best_device, device_kind, device_map_summary, graph_bytes
 from specdemo.models.errors import Cancelled, checkpoint_errors
 from specdemo.models.gguf_files import has_chat_template
+from specdemo.models.llamacpp import LlamaCppSettings
 from specdemo.models.machine import GpuClock, commit, device_name, versions
-from specdemo.models.memory import (
-    check_memory,
-    free_bytes,
-    free_memory,
-)
+from specdemo.models.memory import Needs, Precision, check_memory, footprint, free_bytes, free_memory, placement
 from specdemo.models.pass_cost import checking_note, costly_in_half, fastest_threads, measure_passes, pass_facts
 from specdemo.models.prefix_reuse import prefix_cached, with_prefix_cache
+from specdemo.models.ref import ModelRef
 from specdemo.models.sources import LoadProgress, no_progress
 from specdemo.servers.address import check_listed
 
 Spec = TypeVar("Spec", bound=Comparison)
+ModelKey = tuple[str, ...]  # method that reads it, name, then the key of its target or the settings it was loaded with
 LaneKey = tuple[object, ...]  # key of the drafter's model, index of the lane, method and options
 
 MOST_LENGTHS = 100
+NOTHING = Footprint(0, 0)
 RUN_SECONDS = 0.5  # for the choice of threads at the start of a run
 TRACE_CONFIG = {*"target max_new_tokens seed dtype device quantization chat system thinking grammar".split()}
 
@@ -124,7 +110,7 @@ class Session:
 
     def drafter(self, lane: Lane, spec: Comparison) -> object:
         """Return the model that the lane's method loaded; None if it needs none."""
-        return None if lane.model is None else self._models[drafter_key(lane, spec)].model
+        return None if lane.model is None else self._models[_drafter_key(lane, spec)].model
 
     def unload(self) -> None:
         """Drop all models; waits for a current run."""
@@ -141,10 +127,10 @@ class Session:
     def memory(self, spec: Comparison) -> str:
         """Return in words what the models of a comparison need and whether it fits, from headers and configs or, of a
         model that is not on this machine, by its name. Does not ask the hub."""
-        free = free_memory() if spec.target.gguf else sum(free_bytes(torch.device(device_of(spec))))
+        free = free_memory() if spec.target.gguf else sum(free_bytes(torch.device(_device(spec))))
         free += self._used_bytes()  # a run drops what it does not use
-        _, precision = placement(spec, free, None)
-        return needs_of(spec, sizes_of(spec, models_of(spec), precision, partial(known_footprint, spec))).verdict(free)
+        _, precision = placement(spec.target, spec.dtype, _device(spec), spec.quantization, free, None)
+        return _needs(spec, _sizes(spec, _models(spec), precision, None)).verdict(free)
 
     def check_room(self, spec: Comparison) -> None:
         """Raise ValueError if the models of a comparison do not fit into memory. Reads no weights."""
@@ -285,7 +271,7 @@ class Session:
         if not _is_next_turn(self._last_turn, spec):
             self._forget_chat()
         if not spec.all_remote:
-            present = {drafter_key(lane, spec) for lane in spec.lanes}
+            present = {_drafter_key(lane, spec) for lane in spec.lanes}
             self._learners = {key: models for key, models in self._learners.items() if key[0] in present}
         if spec.grammar.strip():
             _check_grammar(spec)
@@ -298,7 +284,7 @@ class Session:
 
     def _load_models(self, spec: Comparison, progress: LoadProgress) -> None:
         """Load the models of the local lanes, and drop others if memory is short."""
-        target, lanes = target_key(spec), local_drafters(spec)
+        target, lanes = _target_key(spec), _local_drafters(spec)
         bytes_of = self._make_room(spec, progress)
         total = 1 + len(lanes)
         if target not in self._models:
@@ -306,10 +292,10 @@ class Session:
             loaded = load_model(
                 spec.target,
                 spec.dtype,
-                device_of(spec),
+                _device(spec),
                 spec.quantization,
                 report,
-                llamacpp=llamacpp_settings(spec),
+                llamacpp=_llamacpp_settings(spec),
                 cpu=CpuSettings(spec.threads, spec.bit_exact),
             )
             self._models[target] = _Loaded(loaded, bytes_of[target])
@@ -330,15 +316,15 @@ class Session:
 
         Raises ValueError, before any download, if they do not fit even into empty memory.
         """
-        models = models_of(spec)
+        models = _models(spec)
         missing = {key: name for key, name in models.items() if key not in self._models}
         if not missing:
             return {}
         progress(0.0, f"looking for {', '.join(missing.values())}")
-        free = free_bytes(torch.device(device_of(spec)))[0] + self._used_bytes()
-        device, precision = placement(spec, free, progress)
-        sizes = sizes_of(spec, missing, precision, partial(footprint, spec, progress=progress))
-        needs = needs_of(spec, sizes)
+        free = free_bytes(torch.device(_device(spec)))[0] + self._used_bytes()
+        device, precision = placement(spec.target, spec.dtype, _device(spec), spec.quantization, free, progress)
+        sizes = _sizes(spec, missing, precision, progress)
+        needs = _needs(spec, sizes)
         needed = needs.bytes + graph_bytes(device, 2 * needs.lanes)  # target and drafter of every lane
         self._evict(needed, device, models.keys())
         if spec.target.gguf:
@@ -392,7 +378,7 @@ class Session:
         Raises ValueError for a drafter that does not fit.
         """
         lane = spec.all_lanes[index]
-        key = drafter_key(lane, spec), index, lane.method, *to_values(lane.parsed).items()
+        key = _drafter_key(lane, spec), index, lane.method, *to_values(lane.parsed).items()
         models = self._learners.get(key)
         if models is None:
             if key in self._chat:
@@ -424,6 +410,59 @@ class Session:
         self._last_turn = None
 
 
+def _local_drafters(spec: Comparison) -> dict[ModelKey, Lane]:
+    """Return a lane for every drafter that runs here with a model."""
+    lanes = (lane for lane in spec.lanes if lane.model is not None and lane.server is None)
+    return {_drafter_key(lane, spec): lane for lane in lanes}
+
+
+def _models(spec: Comparison) -> dict[ModelKey, ModelRef]:
+    """Return the names of a comparison's models, the target last."""
+    drafters = {key: lane.model for key, lane in _local_drafters(spec).items() if lane.model}
+    return {**drafters, _target_key(spec): spec.target}
+
+
+def _target_key(spec: Comparison) -> ModelKey:
+    settings = str(_llamacpp_settings(spec)) if spec.target.gguf else spec.bit_exact
+    return BASELINE, spec.target, _device(spec), spec.dtype, str(spec.quantization), settings
+
+
+def _drafter_key(lane: Lane, spec: Comparison) -> ModelKey:
+    """Return the key of a drafter; a head belongs to the target it was loaded for."""
+    return model_method(lane.method, lane.options), str(lane.model), *_target_key(spec)
+
+
+def _llamacpp_settings(spec: Comparison) -> LlamaCppSettings:
+    """Return the settings of GGUF models. Raises ValueError for a combination that llama.cpp does not support."""
+    return LlamaCppSettings(spec.gpu_layers, spec.threads, spec.context, spec.cache_type, spec.flash_attention)
+
+
+def _device(spec: Comparison) -> str:
+    """Return the kind of device that a comparison runs on."""
+    return best_device().type if spec.device == "auto" else spec.device
+
+
+def _sizes(
+    spec: Comparison, models: Mapping[ModelKey, ModelRef], precision: Precision, progress: LoadProgress | None
+) -> dict[ModelKey, Footprint]:
+    """Return the memory of models, as `footprint` has it. Heads inside the target's own checkpoint need none."""
+    target, settings = _target_key(spec), _llamacpp_settings(spec)
+    unquantised = Precision(precision.dtype)  # drafters and heads are not quantised
+    return {
+        key: footprint(name, precision if key == target else unquantised, settings, progress)
+        for key, name in models.items()
+        if key == target or name != spec.target
+    }
+
+
+def _needs(spec: Comparison, sizes: Mapping[ModelKey, Footprint]) -> Needs:
+    """Return the memory of a run with models of these sizes."""
+    target, tokens = _target_key(spec), len(spec.prompt) // 2 + spec.max_new_tokens  # 2 characters per token
+    drafters = [size for key, size in sizes.items() if key != target]
+    names = " with ".join([key[1] for key in reversed([*sizes])])
+    return Needs(names, sizes.get(target, NOTHING), drafters, tokens, 1 + len(spec.lanes))
+
+
 def _is_next_turn(last_turn: Comparison | None, spec: Comparison) -> bool:
     """Return True if the comparison is the last turn's with another message. The messages themselves are compared
     later, token by token."""
@@ -436,7 +475,7 @@ def _scaled(progress: LoadProgress, done: int, total: int) -> LoadProgress:
 
 
 def _length_key(spec: Comparison, lane: Lane) -> tuple[str, ...]:
-    return *target_key(spec), lane.model_dump_json(exclude={"name"})
+    return *_target_key(spec), lane.model_dump_json(exclude={"name"})
 
 
 def _check_grammar(spec: Comparison) -> None:

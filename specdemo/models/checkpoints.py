@@ -24,6 +24,7 @@ from specdemo.models.memory import headers
 from specdemo.models.ref import ModelRef
 from specdemo.models.sources import (
     MASK_FILE,
+    PICKLED,
     LoadProgress,
     fetch_config,
     fetch_folder,
@@ -33,7 +34,6 @@ from specdemo.models.sources import (
     remote_headers,
 )
 
-PICKLED = ("*.pt", "*.bin", "*.pth")  # patterns of published heads without safetensors
 SHARD = "9MB"
 MAX_NUMBER = 2048  # limit of the numbers in tensor names (layers, heads, experts)
 FEW_STEPS = 500  # of training; low acceptance may come from that

@@ -1,7 +1,7 @@
-"""Precision and memory of models before they are loaded or downloaded, and the free memory.
+"""Placement, precision and memory of models before they are loaded or downloaded, and the free memory.
 
 Weights are counted from the headers of safetensors files or from the hub's metadata; keys and values from the config.
-Both leave out overheads; compare them with free memory divided by `costs.memory.HEADROOM`.
+Both leave out overheads; compare them with free memory divided by `costs.shapes.HEADROOM`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,13 +16,21 @@ from transformers import PreTrainedModel
 
 from specdemo.core.safe_io import TOO_LARGE
 from specdemo.core.suggest import suggest
-from specdemo.costs.memory import HEADROOM, Footprint
-from specdemo.costs.shapes import QUANTIZED_BITS, Config, ConfigReader, reference_configs
+from specdemo.costs.shapes import HEADROOM, QUANTIZED_BITS, Config, ConfigReader, Footprint, reference_configs
 from specdemo.models.devices import DEVICE_KINDS, best_device, device_kind, pick_device, pick_dtype, same_kind
-from specdemo.models.gguf_files import local_header, stored_bytes
+from specdemo.models.gguf_files import is_here, local_header, stored_bytes
 from specdemo.models.llamacpp import CACHE_BYTES, LlamaCppSettings, cache_type_of, library
 from specdemo.models.ref import ModelRef
-from specdemo.models.sources import Repository, fetch_config, read_config, size_text
+from specdemo.models.sources import (
+    PICKLED,
+    LoadProgress,
+    Repository,
+    fetch_config,
+    locate,
+    no_progress,
+    read_config,
+    size_text,
+)
 
 STORED_BITS = {"I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F4": 4}
 # parts of names of matrices that bitsandbytes does not quantise
@@ -155,6 +163,17 @@ def stored_dtype(source: Path | Repository) -> torch.dtype | None:
     return getattr(torch, name.removeprefix("torch."), None) if name else None
 
 
+def placement(
+    name: ModelRef, dtype: str, device: str, quantization: str | None, free: int, progress: LoadProgress | None
+) -> tuple[torch.device, Precision]:
+    """Return the device and the precision of a target, as `load_model` chooses it with so many free bytes. progress
+    None: does not ask the hub. Raises ValueError, one line."""
+    torch_device, precision = resolve_placement(dtype, device, quantization)
+    if dtype == "auto" and not name.gguf and (progress or is_here(name)):
+        precision = fitting_precision(locate(name, PICKLED, progress or no_progress), precision, free)
+    return torch_device, precision
+
+
 def fitting_precision(source: Path | Repository, precision: Precision, free: int) -> Precision:
     """Return bfloat16 for a model that is stored in it and does not fit into the free bytes in float32, which dtype
     `auto` is on a CPU; else the precision."""
@@ -176,6 +195,18 @@ def _quantized_bits(quantization: str | None, device: torch.device) -> int | Non
     return BITS[quantization]
 
 
+def footprint(
+    name: ModelRef, precision: Precision, settings: LlamaCppSettings, progress: LoadProgress | None
+) -> Footprint:
+    """Return the memory of a model. progress None: does not ask the hub, and returns about the memory, by its name, of
+    a model that is not on this machine. Raises ValueError, one line."""
+    if progress is None and not is_here(name):
+        return _expected_footprint(name, precision)
+    if name.gguf:
+        return gguf_footprint(name, settings)
+    return estimate_footprint(locate(name, PICKLED, progress or no_progress), precision)
+
+
 def estimate_footprint(source: Path | Repository, precision: Precision) -> Footprint:
     """Estimate the memory of a model. Raises ValueError for a damaged file or an unreachable repository."""
     folder = fetch_config(source) if isinstance(source, Repository) else source
@@ -191,7 +222,7 @@ def estimate_footprint(source: Path | Repository, precision: Precision) -> Footp
     return Footprint(weight_bytes(folder, precision), per_token, state=state)
 
 
-def expected_footprint(name: ModelRef, precision: Precision) -> Footprint:
+def _expected_footprint(name: ModelRef, precision: Precision) -> Footprint:
     """Return about the memory of a model by its name, without the hub. Its cache counts if its config is known."""
     config, stored = reference_configs().get(name.repository, {}), 1.0 if name.gguf else precision.width / 16.0
     return Footprint(int(stored * name.estimated_bytes[0]), _per_token(config, precision)[0])
@@ -222,7 +253,7 @@ def weight_bytes(folder: Path, precision: Precision) -> int:
     """Return the size of a folder's safetensors, or of its other weight files. Raises ValueError for a damaged file."""
     files = list(folder.glob("*.safetensors"))
     if not files:
-        return sum(f.stat().st_size for kind in ("*.pt", "*.bin", "*.pth") for f in folder.glob(kind))
+        return sum(f.stat().st_size for kind in PICKLED for f in folder.glob(kind))
     bits = sum(prod(shape) * _bits(name, len(shape), stored, precision) for name, shape, stored in headers(files))
     return int(bits) // 8
 

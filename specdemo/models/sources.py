@@ -34,6 +34,7 @@ MASK_FILE = "mask_embedding.pt"  # embedding of a drafter's mask token
 CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja", MASK_FILE)  # config, tokenizer, chat template
 CONFIGS = ("config.json", "params.json")  # of models, and Meta's
 SAFETENSORS = "*.safetensors"
+PICKLED = ("*.pt", "*.bin", "*.pth")  # patterns of published heads without safetensors
 WEIGHT_SUFFIXES = (".safetensors", ".pt", ".bin", ".pth")
 LEFT_BY_TRAINERS = ("training_args.*", "optimizer.*", "scheduler.*", "rng_state*", "trainer_state.*")
 SPARE_DISK = 500_000_000  # bytes to leave free

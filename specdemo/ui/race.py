@@ -13,9 +13,8 @@ from specdemo.core.trace import RunTrace, from_json, to_json
 from specdemo.engine.comparison import Comparison
 from specdemo.engine.messages import LOADING, Finished, Note, RunStage, Started, replay
 from specdemo.engine.session import follow_up, session
-from specdemo.models.checkpoints import PICKLED
 from specdemo.models.gguf_files import missing_bytes
-from specdemo.models.sources import size_text
+from specdemo.models.sources import PICKLED, size_text
 from specdemo.presets import limits
 from specdemo.presets.files import DEFAULT, Preset, load_presets, preset
 from specdemo.presets.link import from_query, is_link, is_sweep, to_command, to_query, without_folders

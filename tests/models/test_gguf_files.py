@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from specdemo.costs.memory import Footprint
+from specdemo.costs.shapes import Footprint
 from specdemo.models import llamacpp
 from specdemo.models.gguf_files import (
     _choose,

@@ -9,12 +9,11 @@ import torch
 from specdemo.methods import METHODS, detect_head
 from specdemo.methods.pairs import load_target
 from specdemo.models import sources
-from specdemo.models.checkpoints import PICKLED
 from specdemo.models.errors import Cancelled
 from specdemo.models.load import load_meta_target, load_model
 from specdemo.models.ref import ModelRef
 from specdemo.models.shipped import embedded_folder, embedded_heads, embedded_models
-from specdemo.models.sources import fetch_config, fetch_folder, locate, model_info, no_progress, select_files
+from specdemo.models.sources import PICKLED, fetch_config, fetch_folder, locate, model_info, no_progress, select_files
 from tests.models.fake_hub import SHA, serve
 from tests.models.test_load import refused
 from tests.models.test_text import byte_level
