@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from recipes.cards import write_head_card
 from recipes.job import Job, side_by_side
-from specdemo.core.outputs import make_folder
+from specdemo.core.atomic_io import make_folder
 from specdemo.kv.store import KVStore, cache_argument
 from specdemo.methods.heads.eagle import DECAY, Eagle, EagleHead
 from specdemo.methods.heads.formats.eagle import EagleConvention

@@ -32,8 +32,7 @@ from recipes.llama import (
     next_probs,
     to_depth,
 )
-from specdemo.core.atomic_io import atomic_path
-from specdemo.core.outputs import check_output_folder, make_folder
+from specdemo.core.atomic_io import atomic_path, check_output_folder, make_folder
 from specdemo.core.protocol import Progress
 from specdemo.core.suggest import suggest
 from specdemo.methods.heads.head import Recipe as HeadRecipe

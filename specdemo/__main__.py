@@ -33,8 +33,7 @@ try:  # these imports take a second
     from specdemo.bench.report import bench_report, race_report, table, texts, what_if_report, why_report
     from specdemo.bench.result import read_result, to_json, write_result
     from specdemo.bench.tune import Tune, best_rows
-    from specdemo.core.atomic_io import json_text
-    from specdemo.core.outputs import check_output
+    from specdemo.core.atomic_io import check_output, json_text
     from specdemo.core.rules import RULES, rule_options
     from specdemo.core.safe_io import FILE_BYTES, is_out_of_memory, read_text
     from specdemo.core.settings import setting, settings

@@ -17,7 +17,7 @@ from specdemo.bench.report import bench_report
 from specdemo.bench.report import markdown as as_markdown
 from specdemo.bench.result import to_json, write_result
 from specdemo.bench.suites import known_suite, suite, suites, takes
-from specdemo.core.outputs import check_output, check_output_folder
+from specdemo.core.atomic_io import check_output, check_output_folder
 from specdemo.core.settings import Setting, declared_by, setting, settings
 from specdemo.core.suggest import program, suggest
 

@@ -22,7 +22,6 @@ PATH = "/v1/chat/completions"
 STALL_S, STALL_FACTOR = 3.0, 4.0  # a silence within an answer this long, and this many times the reference's
 AT_ONCE = 8  # requests
 SAMPLES, SAMPLED_TOKENS = 128, 3
-REPORTED = 2000  # characters of a request to attach
 LONG_REPEATS = 60  # of a text of about 100 tokens
 IDENTICAL, DIFFERS = "identical", "differs, margin unknown"
 REFUSED, UNSTABLE = "refused by both", "the reference differs from itself"

@@ -16,9 +16,9 @@ from specdemo.bench.candidates import lanes_to_try, shareable
 from specdemo.bench.prompts import OWN, read_questions
 from specdemo.bench.result import Result, Row, read_result, write_result
 from specdemo.bench.search import KindOfWork, Search
+from specdemo.core.atomic_io import cache_folder
 from specdemo.core.estimate import Estimate, over_kinds
 from specdemo.core.headline import PLAIN_DECODING
-from specdemo.core.outputs import cache_folder
 from specdemo.core.settings import setting
 from specdemo.core.suggest import counted, suggest
 from specdemo.core.tally import ratio
@@ -40,7 +40,6 @@ YOURS = "your prompt"  # kind of work
 MIXED = "mixed"  # category of all kinds together
 MAX_CONTEXT = 4096  # most tokens of a lane of a GGUF model, because every candidate has a cache of its own
 CONFIRMED = 3  # prompts per kind that only --confirm uses
-MOST_GAIN = 2.0  # speed-up of all lanes together with which the shortest possible time is computed
 CONFIRM_SHARE = 0.25  # of the time
 EQUAL = 0.03  # difference of two speeds that does not matter
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from math import ceil
 from pathlib import Path
 
-from specdemo.core.outputs import check_output_folder, make_folder
+from specdemo.core.atomic_io import check_output_folder, make_folder
 from specdemo.core.protocol import Target
 from specdemo.core.safe_io import JsonObject
 from specdemo.core.suggest import counted, program, suggest

@@ -36,7 +36,6 @@ NO_FLASH = (
     "this model or build of llama.cpp has no flash attention; passes of several tokens then round otherwise than "
     "passes of one, so texts may differ after near-ties"
 )
-_callbacks: list[object] = []  # llama.cpp keeps pointers to them
 _log: deque[str] = deque(maxlen=64)  # the last lines of llama.cpp about flash attention
 INT64 = 27  # a tensor type, GGML_TYPE_I64
 CACHE_TYPES = {"f32": 0, "f16": 1, "q8_0": 8}  # ggml.h
@@ -56,8 +55,8 @@ def library() -> Llama:
     except (OSError, RuntimeError) as error:  # its shared library is missing, or built for another machine
         reason = first_line(error)
         raise ValueError(f"llama.cpp cannot be loaded ({reason}); install it again with: {INSTALL}") from None
-    _callbacks.append(llama.llama_log_callback(_keep))
-    llama.llama_log_set(_callbacks[0], ctypes.c_void_p(0))
+    llama.callback = llama.llama_log_callback(_keep)  # it must live as long as the library, which keeps a pointer to it
+    llama.llama_log_set(llama.callback, ctypes.c_void_p(0))
     llama.llama_backend_init()
     return llama
 

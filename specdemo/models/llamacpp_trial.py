@@ -20,8 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from specdemo.core.atomic_io import json_text, write_text
-from specdemo.core.outputs import cache_folder
+from specdemo.core.atomic_io import cache_folder, json_text, write_text
 from specdemo.models.llamacpp_layers import layer_inputs_agree, prediction_runs
 from specdemo.models.packaged import LoadProgress, follow
 

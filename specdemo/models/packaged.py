@@ -16,8 +16,7 @@ from os import environ, walk
 from pathlib import Path
 from typing import Any
 
-from specdemo.core.atomic_io import json_text, write_text
-from specdemo.core.outputs import cache_folder
+from specdemo.core.atomic_io import cache_folder, json_text, write_text
 from specdemo.core.safe_io import read_json
 
 SMOLLM2, SMOLLM2_GGUF = "smollm2", "smollm2.gguf"  # names of models

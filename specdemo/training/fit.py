@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from specdemo.core.atomic_io import atomic_path, finite, json_text, write_text
-from specdemo.core.outputs import MARKER
+from specdemo.core.atomic_io import MARKER, atomic_path, finite, json_text, write_text
 from specdemo.core.signals import defer_signals
 from specdemo.models.machine import commit, matmul_dtype, versions
 

@@ -1,4 +1,5 @@
-"""Models that the page offers: targets, the drafters that fit a target, and heads trained on the page."""
+"""Models that the page offers: targets, the drafters that fit a target, heads trained on the page, and the card of a
+target."""
 
 import os
 import shlex
@@ -7,8 +8,11 @@ from functools import lru_cache
 from html import escape
 from pathlib import Path
 
+from specdemo.bench.tune import last_found
 from specdemo.core.deployment import offers_files
 from specdemo.core.suggest import counted
+from specdemo.core.trace import RunTrace, whole_requests
+from specdemo.costs.passes import curve_of, pass_ratio
 from specdemo.methods import BASELINE, CAPABILITY_USES, METHODS, method, usable
 from specdemo.models.gguf_files import CAPABILITIES
 from specdemo.models.local_models import DrafterFit, LocalModel, local_models
@@ -16,7 +20,16 @@ from specdemo.models.pass_cost import read_gb_per_s
 from specdemo.models.ref import ModelRef
 from specdemo.models.sources import size_text
 from specdemo.presets import limits
-from specdemo.presets.drafters import HEADER, SHIPPED, all_published, drafters_of, published_drafters
+from specdemo.presets.drafters import (
+    HEADER,
+    RULES,
+    SHIPPED,
+    UNKNOWN,
+    all_published,
+    drafters_of,
+    drafts_for,
+    published_drafters,
+)
 from specdemo.presets.files import DEFAULT, Preset, allowed_models, load_presets, preset
 from specdemo.presets.link import OWN
 from specdemo.presets.pair import drafter_method
@@ -29,6 +42,8 @@ START_WITH = "python app.py --target {}"
 OF_FILE = f"to use this file, start with `{START_WITH}`"
 ANY_MODEL = "start the page with --target and its name, or with --allow-any-model"
 APPLICATIONS = ("LM Studio", "Ollama", "llama.cpp")  # stores that other programs keep
+PASS_TOKENS = 5  # width of the pass whose cost the card of a target names
+CARD_MODELS = 3  # models that it lists
 TRAINED: list[ModelRef] = []  # folders of heads that visitors of this process have trained
 
 
@@ -192,10 +207,27 @@ def on_this_machine() -> "dict[ModelRef, LocalModel]":
 
 @lru_cache(maxsize=1)
 def _stored_models(target: ModelRef) -> "dict[ModelRef, LocalModel]":
-
     return {model.name: model for model in local_models(target)}
 
 
 def targets() -> list[ModelRef]:
     """Return the targets of all presets."""
     return list(dict.fromkeys(p.target for p in load_presets().values()))
+
+
+def model_card(trace: RunTrace) -> dict[str, object]:
+    """Return facts about the target of a run on this machine, `card`, and the query of a link to what the last `tune`
+    found for it, `found`; empty for the shipped models."""
+    target, speed = ModelRef(trace.config.get("target")), trace.lanes[0].summary.get("tokens_per_s")
+    if target.embedded or whole_requests(trace.lanes[0]) or not speed:
+        return {}
+    rows = [("This model", target.short_name), ("Plain decoding", f"{speed:.0f} tokens/s")]
+    if curve := curve_of(trace.environment):
+        cost = pass_ratio(curve, PASS_TOKENS)
+        rows.append((f"A pass over {PASS_TOKENS} tokens", f"costs as much as {cost:.1f} plain tokens"))
+    fits = [fit for fit in pairs(target) if fit.fits is not False][:CARD_MODELS]
+    drafters = [f"{fit.drafter.short_name} ({fit.reason})".removesuffix(f" ({UNKNOWN})") for fit in fits]
+    rows.append(("Drafters for it", ", ".join(drafters) or f"none is known; it would be {RULES[0]}"))
+    rows += [("It can draft for", ", ".join(larger[:CARD_MODELS])) for larger in drafts_for(target).values()][:1]
+    tuned, query = last_found(target, trace.environment.get("device")) or ("", "")
+    return {"card": [*rows, ("Found here", tuned)] if tuned else rows, "found": query}

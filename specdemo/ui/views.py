@@ -11,7 +11,7 @@ from specdemo.core.definitions import by_key
 from specdemo.core.headline import headline, parting_words, price_words
 from specdemo.core.rules import draws_by_position
 from specdemo.core.trace import LaneTrace, RunTrace
-from specdemo.costs.passes import SAME_BITS, curve_of, pass_rows
+from specdemo.costs.passes import SAME_BITS, curve_of, pass_ratio, pass_rows
 from specdemo.engine.messages import Finished, LaneDone, Note, Restarted, RunMessage, RunStage, Started, StepRow
 from specdemo.methods import BASELINE, MODEL_OPTIONS
 from specdemo.methods.facts import FACTS, PREDICTED
@@ -19,7 +19,7 @@ from specdemo.models.ref import ModelRef
 from specdemo.presets.files import load_presets
 from specdemo.presets.link import OWN
 from specdemo.presets.pair import kind_of_work
-from specdemo.ui.model_card import model_card
+from specdemo.ui.model_menus import model_card
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def _start(trace: RunTrace) -> dict[str, object]:
         "title": ModelRef(trace.config.get("target") or "").short_name,
         "work": kind_of_work(trace.preset, trace.prompt),
         "same_bits": trace.environment.get("exactness") == SAME_BITS,
-        "passes": [(n, round(ms / curve[1], 3)) for n, ms in sorted(curve.items())],
+        "passes": [(n, round(pass_ratio(curve, n), 3)) for n in sorted(curve)],
         "lanes": lanes,
     }
 

@@ -11,7 +11,7 @@ from specdemo.bench.losslessness import chi_square, continuations
 from specdemo.bench.measure import Decoder
 from specdemo.bench.plot import chart
 from specdemo.bench.result import Result
-from specdemo.bench.suites.counts import Losslessness
+from specdemo.bench.suites.lanes import Losslessness
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.rules import accept_rule
 from specdemo.core.sampling import Sampling

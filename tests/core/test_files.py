@@ -14,8 +14,18 @@ import specdemo
 from specdemo.__main__ import main
 from specdemo.bench.plot import write_page
 from specdemo.bench.result import Result, write_result
-from specdemo.core.atomic_io import atomic_folder, atomic_path, check_writable, finite, json_text, write_text
-from specdemo.core.outputs import MARKER, check_output, check_output_folder, make_folder
+from specdemo.core.atomic_io import (
+    MARKER,
+    atomic_folder,
+    atomic_path,
+    check_output,
+    check_output_folder,
+    check_writable,
+    finite,
+    json_text,
+    make_folder,
+    write_text,
+)
 from specdemo.core.signals import defer_signals, sigterm_as_exit
 from specdemo.costs.profiles import profile, write_profile
 from specdemo.presets.recorded import save_trace

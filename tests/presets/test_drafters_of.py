@@ -12,7 +12,7 @@ from specdemo.presets.drafters import drafters_of
 from specdemo.presets.files import load_presets
 from specdemo.presets.link import OWN
 from specdemo.presets.pair import add_race, pair
-from specdemo.ui import model_card, model_menus
+from specdemo.ui import model_menus
 from tests.gguf_random import shape_of, write_random
 from tests.traces import hostile_trace
 
@@ -61,9 +61,9 @@ def test_every_command_and_the_page_show_the_same_drafters(case, request, monkey
     lanes = {lane.model for lane in pair(target).lanes if lane.model}
     assert lanes == {fit.drafter for fit in fits if fit.place == "in the target"}
     trace = hostile_trace()
-    facts = dict(model_card.model_card(replace(trace, config=trace.config | {"target": target})).get("card", ()))
+    facts = dict(model_menus.model_card(replace(trace, config=trace.config | {"target": target})).get("card", ()))
     shown = facts.get("Drafters for it", "")
-    assert all(fit.drafter.short_name in shown for fit in fits[: model_card.SHOWN if facts else 0])
+    assert all(fit.drafter.short_name in shown for fit in fits[: model_menus.CARD_MODELS if facts else 0])
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
-"""Suites that compare lanes on the same prompts: draft lengths of one method, and the shipped methods."""
+"""Suites that compare lanes on the same prompts: draft lengths of one method, the shipped methods, and distributions,
+which are counted and not timed."""
 
-from specdemo.bench.base import Axis, Ks, LaneSuite, Report, Stop
-from specdemo.bench.result import Result
+from specdemo.bench.base import Axis, Ks, LaneSuite, OfPreset, Report, Stop, preset_field
+from specdemo.bench.result import TOKEN, Result
 from specdemo.core.settings import setting
+from specdemo.presets.files import Preset
 
 
 class DraftLength(LaneSuite):
@@ -36,3 +38,17 @@ class Methods(LaneSuite):
         if not (lanes := shipped_lanes(target)):
             raise ValueError(f"no embedded preset of one greedy lane runs on {target}; choose another preset")
         return measure_lanes(self, target, lanes, [{}] * (len(lanes) + 1), "lane", report, cancelled)
+
+
+class Losslessness(OfPreset):
+    """Tests whether the output of a preset's first lane has the same distribution as plain decoding."""
+
+    name = "losslessness"
+    order = 11
+    axis = Axis(TOKEN, "token", "share of the continuations")
+    preset: str | Preset = preset_field("embedded-sampling")
+
+    def run(self, report: Report, cancelled: Stop) -> Result:
+        from specdemo.bench.losslessness import losslessness
+
+        return losslessness(self, report, cancelled)

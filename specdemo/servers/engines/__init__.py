@@ -1,15 +1,58 @@
-"""The engines by name."""
+"""The engines by name, and those that specdemo does not start, which report draft counts at most."""
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from specdemo.core.suggest import suggest
-from specdemo.servers.counters import ServerStats, parse
+from specdemo.servers.counters import ServerStats, answer_stats, counts, fields_below, parse
 from specdemo.servers.engines.base import ReportingEngine, ServingEngine
 from specdemo.servers.engines.llama_server import LlamaServer
 from specdemo.servers.engines.mlx import MLXLM, MLXVLM
-from specdemo.servers.engines.reporting import LMStudio, Ollama, OpenAI
 from specdemo.servers.engines.sglang import SGLang
 from specdemo.servers.engines.vllm import VLLM
+
+
+class LMStudio(ReportingEngine):
+    """LM Studio's server: counts in `usage` (0.4) or `stats` (release notes of 0.3.10 and later)."""
+
+    name = "lmstudio"
+    title = "LM Studio"
+    drafts_with: ClassVar = frozenset({"draft_model"})
+    draft_length = "Max Draft Size {k} in the settings of the model", "set no draft model"
+
+    def draft_request(self, model: str, k: int) -> dict[str, object]:
+        return {"draft_model": model}
+
+    def acceptance(self, chunk: Mapping[str, object]) -> ServerStats | None:
+        for key in ("usage", "stats"):
+            names = ("total_draft_tokens_count", "accepted_draft_tokens_count")
+            drafted, accepted = counts(fields_below(chunk, key), *names)
+            if drafted:
+                return answer_stats(self.title, drafted, accepted)
+        return None
+
+
+class Ollama(ReportingEngine):
+    """Ollama, which reports nothing about drafts: names of server/routes.go and of its Modelfile."""
+
+    name = "ollama"
+    title = "Ollama"
+    drafts_with: ClassVar = frozenset({"mtp", "dflash"})
+    draft_length = "DRAFT with the drafter in the Modelfile, and draft_num_predict {k}", "draft_num_predict 0"
+
+
+class OpenAI(ReportingEngine):
+    """A server with OpenAI's usage details, or a gateway such as smg, which fills them in for other engines."""
+
+    name = "openai"
+    title = "The server"
+
+    def acceptance(self, chunk: Mapping[str, object]) -> ServerStats | None:
+        details = fields_below(chunk, "usage", "completion_tokens_details")
+        accepted, rejected = counts(details, "accepted_prediction_tokens", "rejected_prediction_tokens")
+        drafted = None if accepted is None or rejected is None else accepted + rejected
+        return answer_stats(self.title, drafted, accepted) if drafted else None
+
 
 DEFAULT = "vllm"
 STARTED = VLLM(), SGLang(), LlamaServer(), MLXLM(), MLXVLM()  # engines that specdemo can start
