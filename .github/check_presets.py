@@ -12,12 +12,11 @@ from dataclasses import dataclass
 
 from huggingface_hub import ModelInfo, constants
 
-from specdemo.models.checkpoints import PICKLED
 from specdemo.models.errors import Unreachable
 from specdemo.models.gguf_files import gguf_on_hub
 from specdemo.models.packaged import SMOLLM2_GGUF
 from specdemo.models.ref import ModelRef
-from specdemo.models.sources import Repository, model_info, select_files
+from specdemo.models.sources import PICKLED, Repository, model_info, select_files
 from specdemo.presets.files import Preset, load_presets
 
 UNNAMED = ("other", "unknown")  # the hub's names for an unknown licence

@@ -49,7 +49,8 @@ def library() -> Llama:
     ends the process that loads it."""
     check_llamacpp(Trial(PACKAGE))
     try:
-        llama, _ = import_module(PACKAGE), import_module("gguf")
+        llama: Llama = import_module(PACKAGE)
+        import_module("gguf")
     except ImportError:
         raise ValueError(f"GGUF models need llama.cpp; install it with: {INSTALL}") from None
     except (OSError, RuntimeError) as error:  # its shared library is missing, or built for another machine
