@@ -145,7 +145,7 @@ class Lane(Settings):
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """Return what tells lanes of one title apart, the most telling first; empty texts for what is not set."""
+        """Return what differs between lanes of one title, the most important first; empty texts for what is not set."""
         options = ", ".join(f"{name} = {value}" for name, value in self.options.items())
         rule = "" if self.acceptance == DEFAULT_RULE else RULES[self.acceptance].label(self.acceptance)
         return self.model.short_name if self.model else "", options, f"k = {self.k or AUTO}", rule

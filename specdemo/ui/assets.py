@@ -107,7 +107,7 @@ def view(skeleton: str, *scripts: str, elem_id: str, value: str = "", later: boo
 
 def carded(page: bytes) -> bytes:
     """Return the page with this project's preview card instead of Gradio's, and with its first style and a skeleton
-    that the browser paints before Gradio's scripts, 0.5 MB, which move behind it.
+    that the browser paints before Gradio's scripts, 0.5 MB, which follow it.
     """
     head, end, body = CARD.sub(b"", page).partition(b"</head>")
     card = f"{text('card.html').replace('@title', TITLE)}<style>{text('loading.css')}</style>"
