@@ -130,12 +130,6 @@ def test_the_recommended_draft_length_is_within_5_percent_of_the_best_measured_o
     assert all(share > 0.77 for share in shares.values())
 
 
-def test_a_shorter_draft_is_recommended_that_is_much_faster_than_k_12():
-    """Also where it is not the best: with the slow draft, k = 1 was 1.35 times as fast as k = 12."""
-    for draft, speeds in SWEEPS.items():
-        assert share_of_best(draft, 12) > 1.25 * speeds[12] / max(speeds.values())
-
-
 def test_the_recommended_draft_length_is_the_best_measured_one():
     """spark-vllm-docker 343 measured k = 2 and 4; here, k = 4 was 2.9 times as fast as k = 32."""
     assert diagnose(CASES["spark-vllm-docker 343"][0]).best_k == 2

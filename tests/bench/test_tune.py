@@ -439,7 +439,19 @@ def test_bad_input_gets_one_line(options, reason, capsys):
     assert reason in error
 
 
-def test_tunes_an_embedded_model_and_shows_the_stored_result(tmp_path, capsys):
+@pytest.fixture(scope="module")
+def tuned():
+    """Tune an embedded model once, and return the progress, with the results so far, and the result."""
+    tune, seen = Tune.build({"target": "code", "work": "code edit", "minutes": 0.3, "new_tokens": 16}), []
+    return seen, tune.run(lambda share, what, so_far: seen.append((share, what, so_far())), lambda: False)
+
+
+def test_the_command_prints_a_result_and_stores_it(tuned, tmp_path, monkeypatch, capsys):
+    def run(self, *how):
+        assert (self.target, self.work, self.new_tokens, self.minutes) == ("code", "code edit", 16, 0.2)
+        return tuned[1]
+
+    monkeypatch.setattr(Tune, "run", run)
     out = tmp_path / "tuned.json"
     options = ["--work", "code edit", "--new-tokens", "16", "--minutes", "0.2", "--out", str(out)]
     assert main(["tune", "code", *options]) == 0
@@ -456,10 +468,24 @@ def test_tunes_an_embedded_model_and_shows_the_stored_result(tmp_path, capsys):
     assert capsys.readouterr().out == printed.replace(f"{embedded_folder()}/", "")
 
 
-def test_why_texts_part_is_examined_once_for_each_candidate_where_rounding_may_differ(monkeypatch):
-    racer = Tune.build({"target": "code", "new_tokens": 8}).racer(lambda: False)
+def ready_racer(pass_ms=None, cancelled=lambda: False, **options):
+    """Return a racer of the embedded model of code that knows the costs of its passes: these, or measured ones."""
+    racer = Tune.build({"target": "code", **options}).racer(cancelled)
     racer.load(lambda *_: None)
-    racer.measure_costs()
+    if pass_ms is None:
+        racer.measure_costs()
+    else:
+        racer.pass_ms = pass_ms
+    return racer
+
+
+def idle_racer(lanes, **facts):
+    """Return what `tune` reads of a racer when it writes a result."""
+    return SimpleNamespace(lanes=lanes, notes={}, left_out={}, rates={}, so_far={}.get, **facts)
+
+
+def test_why_texts_part_is_examined_once_for_each_candidate_where_rounding_may_differ(monkeypatch):
+    racer = ready_racer(new_tokens=8)
     racer.usable({"ngram": Lane(method="ngram")}, [])
     seen = []
     monkeypatch.setattr("specdemo.engine.session.compare_outputs", lambda trace, *how: seen.append(how[-1]))
@@ -478,9 +504,7 @@ def test_why_texts_part_is_examined_once_for_each_candidate_where_rounding_may_d
 @pytest.mark.parametrize("ends", ["time", "stop"])
 def test_an_answer_ends_in_time_and_at_a_stop_and_counts_as_far_as_it_came(ends):
     checks = count()
-    racer = Tune.build({"target": "code", "new_tokens": 400}).racer(lambda: ends == "stop" and next(checks) > 40)
-    racer.load(lambda *_: None)
-    racer.measure_costs()
+    racer = ready_racer(cancelled=lambda: ends == "stop" and next(checks) > 40, new_tokens=400)
     (name, *_) = racer.usable({"ngram": Lane(method="ngram")}, [])["ngram"]
     checks = count()  # of the race alone
     if ends == "time":
@@ -532,8 +556,8 @@ def test_what_was_not_measured_or_confirmed_is_named_with_the_reason(monkeypatch
     again.run()
     confirmed = [*_confirmed(search, again)]
     assert confirmed == ["own: not confirmed: no other prompt worked."]
-    idle = SimpleNamespace(lanes=lanes, link=lambda *_: "", environment=dict, remarks=list, fits=[], rates={})
-    idle.notes, idle.left_out, idle.so_far = {}, {"C": "the model is damaged"}, {}.get
+    idle = idle_racer(lanes, link=lambda *_: "", environment=dict, remarks=list, fits=[])
+    idle.left_out = {"C": "the model is damaged"}
     remarks = Tune.build({"target": "code"})._result(search, idle, confirmed).remarks
     assert remarks[-2:] == ["Not measured: bad, no usable answer.", "Not measured: late, no time."]
     idle.fits = [DrafterFit(ModelRef("code.gguf"), "draft_model", False, "damaged", "LM Studio")]
@@ -576,9 +600,7 @@ def test_a_race_begins_even_if_there_is_no_time_for_all_of_it():
 
 
 def test_what_the_costs_of_passes_exclude_is_not_loaded_and_one_lookup_is_raced_all_the_same(monkeypatch):
-    racer = Tune.build({"target": "code"}).racer(lambda: False)
-    racer.load(lambda *_: None)
-    racer.pass_ms = {1: 10.0, 2: 21.0, 8: 90.0}
+    racer = ready_racer({1: 10.0, 2: 21.0, 8: 90.0})
     loaded = []
     monkeypatch.setattr(racer._session, "load", lambda spec, _: loaded.append(spec.lanes[0].method))
     lanes = {
@@ -591,17 +613,13 @@ def test_what_the_costs_of_passes_exclude_is_not_loaded_and_one_lookup_is_raced_
 
 
 def test_a_drafter_that_drafts_slowly_is_excluded_after_it_was_loaded():
-    racer = Tune.build({"target": "code"}).racer(lambda: False)
-    racer.load(lambda *_: None)
-    racer.pass_ms = {1: 10.0, 2: 11.0, 4: 13.0, 8: 17.0}
+    racer = ready_racer({1: 10.0, 2: 11.0, 4: 13.0, 8: 17.0})
     big = {"draft": Lane(method="draft_model", model="code")}
     assert racer.usable(big, []) == {} and racer.left_out == {"draft": EXCLUDED}
 
 
 def test_drafters_load_in_a_third_of_the_time_and_the_others_are_named(monkeypatch):
-    racer = Tune.build({"target": "code"}).racer(lambda: False)
-    racer.load(lambda *_: None)
-    racer.measure_costs()
+    racer = ready_racer()
     rest = iter([90.0, 61.0, 59.0])
 
     def load(spec, progress):
@@ -614,15 +632,14 @@ def test_drafters_load_in_a_third_of_the_time_and_the_others_are_named(monkeypat
     assert {*families} == {"n"} and racer.left_out == {"draft": "no time"}
 
 
-def test_stages_and_the_race_so_far_are_seen_while_it_runs(capsys):
-    tune, seen = Tune.build({"target": "stories", "minutes": 0.4, "new_tokens": 32}), []
-    result = tune.run(lambda share, what, so_far: seen.append((share, what, so_far())), lambda: False)
+def test_stages_and_the_race_so_far_are_seen_while_it_runs(tuned):
+    seen, result = tuned
     assert [share for share, *_ in seen] == sorted(share for share, *_ in seen)
     stages = [dict(running.environment["stages"]) for *_, running in seen]
     assert all([*each] == [*STAGES] for each in stages)
     begun = [max((n for n, seconds in enumerate(each.values()) if seconds), default=0) for each in stages]
     assert begun == sorted(begun) and begun[-1] == STAGES.index("racing")
-    assert sum(list(result.environment["stages"].values())[1:]) < 29.0  # the deadline, without the target
+    assert sum(list(result.environment["stages"].values())[1:]) < 23.0  # the deadline, without the target
     racing = [row for *_, running in seen for row in running.rows if row["state"] == "racing"]
     assert racing and all(row["speed-up"].value and not row.get(RACE_LINK) for row in racing)
     rows = [row for row in result.rows if row["category"] == "mixed"]
@@ -645,8 +662,8 @@ def test_a_candidate_that_fell_behind_is_left_out_after_its_races():
     search = Search({"own": PROMPTS}, families, scripted(*[speeds] * 2), 9.0)
     search.run()
     lanes = {name: Lane(method="ngram", name=name) for name in speeds}
-    racer = SimpleNamespace(lanes=lanes, notes={}, left_out={}, rates={}, so_far={}.get)
-    states, out = {row["lane"]: row["state"] for row in _bars(search, racer, "a", False)}, "left out after 2 races"
+    bars, out = _bars(search, idle_racer(lanes), "a", False), "left out after 2 races"
+    states = {row["lane"]: row["state"] for row in bars}
     assert states == {"a": "", "b": "", "c": out, "d": out, "plain decoding": "11.1 tokens/s"}
 
 
@@ -656,8 +673,7 @@ def test_bars_have_the_order_of_the_search_also_where_one_ran_on_an_easy_prompt_
     search = Search({"own": PROMPTS}, {"A": ["a"], "B": ["b"]}, scripted(easy, *[hard] * 3), 9.0)
     search.run()
     lanes = {name: Lane(method="ngram", name=name) for name in "ab"}
-    racer = SimpleNamespace(lanes=lanes, notes={}, left_out={}, rates={}, so_far={}.get)
-    first, second, _ = _bars(search, racer, search.leader(), False)
+    first, second, _ = _bars(search, idle_racer(lanes), search.leader(), False)
     assert (first["lane"], second["lane"], first["place"], second["place"]) == ("a", "b", 1, 2)
     assert second["speed-up"].value == 2.5 > first["speed-up"].value
     # of a single prompt, runs alone count

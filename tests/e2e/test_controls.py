@@ -109,6 +109,14 @@ def test_a_preset_that_cannot_run_here_has_a_replacement_and_run_can_be_pressed_
     expect(page).to_have_url(re.compile(r"[?&]k=2$"))
     expect(page.locator("#k-1 input")).to_have_value("2")
 
+    # a preset whose models could not be loaded moves below the others, with the reason
+    choose_example(page, "Prompt lookup")
+    expect(page.locator(".sd-chips button")).to_have_text(["stories", "Prompt lookup", "k 8", "greedy · 96 tokens"])
+    page.evaluate("document.dispatchEvent(new CustomEvent('specdemo:failed', { detail: 'no such file' }))")
+    expect(page.locator(".sd-examples optgroup option")).to_have_text("Prompt lookup: no such file")
+    assert page.locator(".sd-examples > :last-child").get_attribute("label") == "Failed here"
+    expect(page.locator(".sd-examples")).to_have_value("embedded-ngram")
+
 
 def test_targets_have_headings_a_wrong_path_is_told_once_and_the_chips_of_three_lanes_fit_in_a_line(visit_gated):
     page = visit_gated("?preset=embedded-draft&lanes=3", viewport={"width": 1280, "height": 800})
@@ -132,15 +140,6 @@ def test_targets_have_headings_a_wrong_path_is_told_once_and_the_chips_of_three_
     expect(page.locator(".sd-obstacle")).to_be_hidden()
     page.locator(".sd-edit").click()
     expect(page.locator(".sd-obstacle")).to_contain_text("/none.gguf does not exist")  # where the field is hidden
-
-
-def test_a_preset_whose_models_could_not_be_loaded_moves_below_the_others_with_the_reason(visit_gated):
-    page = visit_gated("?preset=embedded-ngram")
-    expect_example(page, "Prompt lookup")
-    page.evaluate("document.dispatchEvent(new CustomEvent('specdemo:failed', { detail: 'no such file' }))")
-    expect(page.locator(".sd-examples optgroup option")).to_have_text("Prompt lookup: no such file")
-    assert page.locator(".sd-examples > :last-child").get_attribute("label") == "Failed here"
-    expect(page.locator(".sd-examples")).to_have_value("embedded-ngram")
 
 
 def test_a_link_to_how_it_works_adds_no_history_and_races_a_family_of_drafters(visit_gated, gates):

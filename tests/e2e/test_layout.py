@@ -104,8 +104,39 @@ def test_the_focus_has_one_ring_the_title_names_the_result_and_nothing_is_clippe
         assert [page.evaluate(rule) for rule in (CONTROLS, SMALL, OVERFLOWING, TARGETS)] == [[]] * 4, (width, name)
 
 
+PLACES_OF_SKELETON = {
+    "b": "#title h1",
+    "p": "#title p",
+    "ol": "[role=tablist]",
+    "ul :last-child": "#run",
+    "ul + i": "#prompt",
+    "section :nth-child(1)": ".sd-lane",
+    "section :nth-child(2)": ".sd-lane + .sd-lane",
+    "section :nth-child(3)": ".sd-throughput",
+}
+
+
+def check_skeleton(page, width):
+    """Load the page again without its scripts: the skeleton is painted, and has the places of the page."""
+    expect(page.locator("#skeleton")).to_be_hidden()
+    early = page.context.new_page()
+    early.route("**/*.js", lambda route: route.abort())
+    early.goto(page.url)
+    early.wait_for_function("performance.getEntriesByName('first-contentful-paint').length")
+    for shape, place in PLACES_OF_SKELETON.items():
+        boxes = early.locator(f"#skeleton {shape}").bounding_box(), page.locator(place).first.bounding_box()
+        near = [abs(boxes[0][side] - boxes[1][side]) < 12 for side in ("x", "y")]
+        assert all(near), (shape, *boxes)
+    assert early.evaluate("document.documentElement.scrollWidth") == width
+    for scheme, dark in (("dark", True), ("light", False)):
+        early.emulate_media(color_scheme=scheme)
+        colour = early.evaluate("getComputedStyle(document.getElementById('skeleton')).backgroundColor")
+        assert (sum(map(int, re.findall(r"\d+", colour))) < 100) == dark
+    early.close()
+
+
 @pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)])
-def test_the_first_screen_shows_the_race_and_its_speed_and_nothing_moves(visit_gated, gates, width, height):
+def test_the_first_screen_shows_the_race_where_the_skeleton_was_and_nothing_moves(visit_gated, gates, width, height):
     """Neither while the page loads nor when the race starts. On a computer all lanes and charts are on it, on a phone
     the beginning of the first lane.
     """
@@ -122,6 +153,7 @@ def test_the_first_screen_shows_the_race_and_its_speed_and_nothing_moves(visit_g
         assert box["y"] >= 0 and box["y"] + box["height"] <= height, place
     texts = [page.locator(f'[data-lane="{lane}"].sd-text') for lane in (0, 1)]
     assert texts[0].bounding_box()["y"] < height - 30
+    check_skeleton(page, width)
     before = [text.bounding_box() for text in texts]
     page.locator("#run").click()
     wait_for_text(page, "^(Running|Run complete|Finished)")
@@ -133,37 +165,6 @@ def test_the_first_screen_shows_the_race_and_its_speed_and_nothing_moves(visit_g
     page.mouse.wheel(0, 400)
     page.wait_for_function("scrollY > 300")
     assert page.locator("#run").bounding_box()["y"] < 20  # the bar stays
-
-
-PLACES_OF_SKELETON = {
-    "b": "#title h1",
-    "p": "#title p",
-    "ol": "[role=tablist]",
-    "ul :last-child": "#run",
-    "ul + i": "#prompt",
-    "section :nth-child(1)": ".sd-lane",
-    "section :nth-child(2)": ".sd-lane + .sd-lane",
-    "section :nth-child(3)": ".sd-throughput",
-}
-
-
-@pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)])
-def test_the_skeleton_is_painted_without_scripts_and_has_the_places_of_the_page(visit_gated, chromium, width, height):
-    page = visit_gated(playback=True, viewport={"width": width, "height": height})
-    expect(page.locator("#skeleton")).to_be_hidden()
-    early = page.context.new_page()
-    early.route("**/*.js", lambda route: route.abort())
-    early.goto(page.url)
-    early.wait_for_function("performance.getEntriesByName('first-contentful-paint').length")
-    for shape, place in PLACES_OF_SKELETON.items():
-        boxes = early.locator(f"#skeleton {shape}").bounding_box(), page.locator(place).first.bounding_box()
-        near = [abs(boxes[0][side] - boxes[1][side]) < 12 for side in ("x", "y")]
-        assert all(near), (shape, *boxes)
-    assert early.evaluate("document.documentElement.scrollWidth") == width
-    for scheme, dark in (("dark", True), ("light", False)):
-        early.emulate_media(color_scheme=scheme)
-        colour = early.evaluate("getComputedStyle(document.getElementById('skeleton')).backgroundColor")
-        assert (sum(map(int, re.findall(r"\d+", colour))) < 100) == dark
 
 
 CLICK_RUN = """new MutationObserver((_, observer) => {

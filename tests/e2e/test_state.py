@@ -147,23 +147,7 @@ def test_a_lost_connection_keeps_the_settings_and_the_run_and_a_restarted_server
         expect(page.locator("#run")).to_be_enabled()
 
 
-def test_a_reloaded_page_can_stop_its_run(chromium, gated_server, gates):
-    with visitors(chromium, gated_server[0]) as visit:
-        page = visit()
-        wait_for_text(page, "^Recorded")
-        page.locator("#run").click()
-        assert gates.started.acquire(timeout=60)
-        wait_for_text(page, "^Running")
-        page.reload()
-        wait_for_text(page, "^Running")
-        page.locator("#stop:enabled").click()
-        wait_for_text(page, "^Stopped")
-        assert gates.stopped.acquire(timeout=60)
-        page.reload()
-        wait_for_text(page, "^Recorded")  # there is nothing to rejoin
-
-
-def test_a_second_visitor_waits_in_line_stops_alone_and_gets_the_engine_when_the_first_one_leaves(visit_gated, gates):
+def test_a_second_visitor_waits_in_line_gets_the_engine_of_the_first_one_and_rejoins_its_run(visit_gated, gates):
     first, second = visit_gated(), visit_gated()
     first.locator("#run").click()
     assert gates.started.acquire(timeout=60)
@@ -182,5 +166,13 @@ def test_a_second_visitor_waits_in_line_stops_alone_and_gets_the_engine_when_the
     assert gates.stopped.acquire(timeout=60)
     assert gates.started.acquire(timeout=60)
     wait_for_text(second, "^Running")
+    second.reload()  # the page rejoins its run and can stop it
+    wait_for_text(second, "^Running")
+    second.locator("#stop:enabled").click()
+    wait_for_text(second, "^Stopped")
+    assert gates.stopped.acquire(timeout=60)
+    second.reload()
+    wait_for_text(second, "^Recorded")  # there is nothing to rejoin
+    second.locator("#run").click()
     gates.open.set()
     wait_for_text(second, "^Finished")

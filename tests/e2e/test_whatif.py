@@ -15,7 +15,7 @@ def gain(page):
     return page.locator('#whatif [data-tile="speedup"] b')
 
 
-def test_from_a_finished_race_to_an_h100(visit):
+def test_from_a_finished_race_to_an_h100_and_from_pasted_output_to_its_diagnosis(visit):
     page = visit("?preset=embedded-draft&max_new_tokens=32")
     expect(page.locator(".sd-estimate")).to_be_hidden()
     page.locator("#run").click()
@@ -38,6 +38,31 @@ def test_from_a_finished_race_to_an_h100(visit):
     expect(page.locator(".sd-bottleneck")).not_to_have_text(before)
     page.locator('#batch [value="64"]').check(force=True)
     expect(page.locator(".sd-bottleneck")).to_contain_text("and batch size 64, a step")
+
+    # the output of an engine gets a diagnosis, and with all sections open nothing is clipped or small
+    page.locator("#why-card-toggle").click()
+    page.locator("#why-output textarea").fill((SAMPLES / "llamacpp-long.log").read_text(encoding="utf-8"))
+    page.locator("#why-plain input").fill("222.8")
+    page.locator("#why-run").click()
+    expect(page.locator(".sd-diagnosed")).to_contain_text("main cause: k = 27 is too large")
+    expect(page.locator(".sd-changes")).to_contain_text("--spec-draft-n-max 3")
+    expect(page.locator("#why .sd-table")).to_contain_text("break-even 36 %")
+
+    page.locator("#whatif-draft-toggle").click()
+    expect(page.locator("#rate")).to_be_hidden()
+    page.get_by_label("custom rate").check(force=True)
+    expect(page.locator("#rate")).to_be_visible()
+    page.locator("#whatif summary").click()
+    for width in (1280, 390):
+        page.set_viewport_size({"width": width, "height": 844})
+        page.evaluate(NEXT_FRAME)
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        assert [page.evaluate(rule) for rule in (SMALL, CONTROLS)] == [[], []], width
+
+    page.locator("#why-output textarea").fill("<img src=x onerror=alert(1)>")
+    page.locator("#why-run").click()
+    expect(page.locator("#why .sd-alert")).to_contain_text("of no known kind")
+    expect(page.locator("#why img")).to_have_count(0)
 
 
 def test_by_keyboard_alone(visit):
@@ -64,32 +89,3 @@ def test_by_keyboard_alone(visit):
     page.locator("#whatif summary").focus()
     page.keyboard.press("Enter")
     expect(page.locator("#whatif tbody tr")).to_have_count(16)
-
-
-def test_pasted_output_of_an_engine_gets_a_diagnosis_and_with_all_sections_open_nothing_is_clipped_or_small(visit):
-    page = visit("?preset=embedded-draft")
-    page.get_by_role("tab", name="Other machines").click()
-    expect(gain(page)).not_to_be_empty()
-    page.locator("#why-card-toggle").click()
-    page.locator("#why-output textarea").fill((SAMPLES / "llamacpp-long.log").read_text(encoding="utf-8"))
-    page.locator("#why-plain input").fill("222.8")
-    page.locator("#why-run").click()
-    expect(page.locator(".sd-diagnosed")).to_contain_text("main cause: k = 27 is too large")
-    expect(page.locator(".sd-changes")).to_contain_text("--spec-draft-n-max 3")
-    expect(page.locator("#why .sd-table")).to_contain_text("break-even 36 %")
-
-    page.locator("#whatif-draft-toggle").click()
-    expect(page.locator("#rate")).to_be_hidden()
-    page.get_by_label("custom rate").check(force=True)
-    expect(page.locator("#rate")).to_be_visible()
-    page.locator("#whatif summary").click()
-    for width in (1280, 390):
-        page.set_viewport_size({"width": width, "height": 844})
-        page.evaluate(NEXT_FRAME)
-        assert page.evaluate("document.documentElement.scrollWidth") == width
-        assert [page.evaluate(rule) for rule in (SMALL, CONTROLS)] == [[], []], width
-
-    page.locator("#why-output textarea").fill("<img src=x onerror=alert(1)>")
-    page.locator("#why-run").click()
-    expect(page.locator("#why .sd-alert")).to_contain_text("of no known kind")
-    expect(page.locator("#why img")).to_have_count(0)

@@ -138,29 +138,6 @@ def test_a_setting_of_one_lane_needs_one_lane():
         preset("embedded-three-lanes").with_changes(model="stories-draft-deep")
 
 
-def test_an_unknown_preset_gets_a_suggestion():
-    with pytest.raises(ValueError, match=r"^unknown preset 'embeded-draft'; did you mean 'embedded-draft'\?$"):
-        preset("embeded-draft")
-
-
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("a: [1", "bad.yaml is not YAML: while parsing a flow sequence"),
-        ("- 1", "bad.yaml is not a preset: it must contain 'name: value' lines"),
-        ("title: x\ntarget: y\nlanes: [{method: ngram}]", "bad.yaml: prompt is missing"),
-        ("titel: x\ntarget: y\nlanes: [{method: ngram}]\nprompt: z\ntitle: x", "bad.yaml: unknown setting 'titel'"),
-    ],
-)
-def test_a_malformed_file_is_named(tmp_path, text, line):
-    path = tmp_path / "bad.yaml"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError) as refusal:
-        read_presets(path)
-    assert str(refusal.value).startswith(line)
-    assert "\n" not in str(refusal.value)
-
-
 def test_visitors_may_name_the_models_of_the_presets():
     assert set(allowed_models(PRESETS)) >= {*EMBEDDED, "Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B"}
     assert allowed_models({}) == EMBEDDED

@@ -32,68 +32,35 @@ def after(words, flag):
     return words[words.index(flag) + 1]
 
 
+PARALLEL = {"parallel_drafting": True}
+
+
 @pytest.mark.parametrize(
-    ("settings", "config"),
+    ("method", "model", "k", "options", "config"),
     [
+        ("draft_model", "Qwen/Qwen3-0.6B", 5, {}, {}),
+        ("pard", "amd/PARD-Qwen3-0.6B", 12, {}, PARALLEL | {"method": "draft_model"}),
+        ("ngram", None, 5, {"min_n": 2, "max_n": 5}, {"prompt_lookup_min": 2, "prompt_lookup_max": 5}),
+        ("suffix", None, 8, {}, {}),
+        ("mtp", "Qwen/Qwen3-8B", 1, {}, {"model": None}),  # in the target
+        ("eagle", "a/Qwen3-8B_eagle3", 3, {}, {"method": "eagle3"}),
+        ("eagle", "amazon/GPT-OSS-20B-P-EAGLE", 7, {}, PARALLEL | {"method": "eagle3"}),
+        ("dflash", "z-lab/Qwen3-8B-DFlash-b16", 15, {}, {}),
+        ("dflash", "UIUC-SSAIL/Qwen3-8B-XPress-b16", 15, {}, {"method": "xpress"}),
+        ("dflash", "deepseek-ai/dspark_qwen3_8b_block7", 7, {}, {"method": "dspark"}),
         (
-            {"method": "draft_model", "model": "Qwen/Qwen3-0.6B", "k": 5},
-            {"method": "draft_model", "model": "Qwen/Qwen3-0.6B", "num_speculative_tokens": 5},
-        ),
-        (
-            {"method": "pard", "model": "amd/PARD-Qwen3-0.6B", "k": 12},
-            {
-                "method": "draft_model",
-                "model": "amd/PARD-Qwen3-0.6B",
-                "num_speculative_tokens": 12,
-                "parallel_drafting": True,
-            },
-        ),
-        (
-            {"method": "ngram", "k": 5, "options": {"min_n": 2, "max_n": 5}},
-            {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 5},
-        ),
-        ({"method": "suffix", "k": 8}, {"method": "suffix", "num_speculative_tokens": 8}),
-        ({"method": "mtp", "model": "Qwen/Qwen3-8B", "k": 1}, {"method": "mtp", "num_speculative_tokens": 1}),
-        (
-            {"method": "eagle", "model": "a/Qwen3-8B_eagle3", "k": 3},
-            {"method": "eagle3", "model": "a/Qwen3-8B_eagle3", "num_speculative_tokens": 3},
-        ),
-        (
-            {"method": "eagle", "model": "amazon/GPT-OSS-20B-P-EAGLE", "k": 7},
-            {
-                "method": "eagle3",
-                "model": "amazon/GPT-OSS-20B-P-EAGLE",
-                "num_speculative_tokens": 7,
-                "parallel_drafting": True,
-            },
-        ),
-        (
-            {"method": "dflash", "model": "z-lab/Qwen3-8B-DFlash-b16", "k": 15},
-            {"method": "dflash", "model": "z-lab/Qwen3-8B-DFlash-b16", "num_speculative_tokens": 15},
-        ),
-        (
-            {"method": "dflash", "model": "UIUC-SSAIL/Qwen3-8B-XPress-b16", "k": 15},
-            {"method": "xpress", "model": "UIUC-SSAIL/Qwen3-8B-XPress-b16", "num_speculative_tokens": 15},
-        ),
-        (
-            {"method": "dflash", "model": "deepseek-ai/dspark_qwen3_8b_block7", "k": 7},
-            {"method": "dspark", "model": "deepseek-ai/dspark_qwen3_8b_block7", "num_speculative_tokens": 7},
-        ),
-        (
-            {"method": "adaptive", "model": "a/Qwen3-8B_eagle3", "k": 7, "options": {"drafter": "eagle"}},
-            {
-                "method": "eagle3",
-                "model": "a/Qwen3-8B_eagle3",
-                "num_speculative_tokens": 7,
-                "enable_adaptive_verification": True,
-            },
+            *("adaptive", "a/Qwen3-8B_eagle3", 7, {"drafter": "eagle"}),
+            {"method": "eagle3", "enable_adaptive_verification": True},
         ),
     ],
 )
-def test_vllm_settings_are_json(settings, config):
-    words = command("vllm", **settings)
+def test_vllm_settings_are_json(method, model, k, options, config):
+    """config: what differs from the lane's own method, model and k."""
+    words = command("vllm", method=method, model=model, k=k, options=options)
     assert words[:3] == ["vllm", "serve", "Qwen/Qwen3-8B"] and after(words, "--dtype") == "bfloat16"
-    assert json.loads(after(words, "--speculative-config")) == config
+    expected = {"method": method, "model": model, "num_speculative_tokens": k} | config
+    expected = {name: value for name, value in expected.items() if value is not None}
+    assert json.loads(after(words, "--speculative-config")) == expected
 
 
 @pytest.mark.parametrize(
@@ -189,11 +156,8 @@ def test_a_pinned_model_is_served_at_its_revision():
 
 
 def test_unsupported_server_feature_is_one_line():
-    models = {name: {"model": "some/drafter"} for name in ("draft_model", "pard", "medusa", "mlp_speculator")}
-    models |= {
-        name: {"model": "some/drafter"} for name in ("mtp", "eagle", "dflash", "gemma4_assistant", "adaptive", "online")
-    }
-    models |= {name: {"model": "some/drafter"} for name in ("cascade", "gated", "router")}
+    heads = "draft_model pard medusa mlp_speculator mtp eagle dflash gemma4_assistant"
+    models = {name: {"model": "some/drafter"} for name in f"{heads} adaptive online cascade gated router".split()}
     for engine, able in (("vllm", VLLM), ("sglang", SGLANG)):
         commands = {name: command(engine, method=name, **models.get(name, {})) for name in METHODS if name != "none"}
         assert {name for name, words in commands.items() if isinstance(words, list)} == able

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from specdemo.core.definitions import DEFINITIONS, table
-from specdemo.core.trace import from_json, to_json
+from specdemo.core.trace import from_json
 from specdemo.engine.messages import LOADING, RunStage, replay
 from specdemo.models.ref import ModelRef
 from specdemo.presets.files import preset
@@ -26,7 +26,7 @@ from specdemo.servers.process import free_port
 from specdemo.ui import assets, race
 from specdemo.ui.assets import COMMENT, HERE
 from specdemo.ui.controls import DRAWN
-from specdemo.ui.race import Log, Visits, open_trace
+from specdemo.ui.race import Log, Visits
 from specdemo.ui.setup import key, to_values
 from specdemo.ui.views import Failed, Loading
 from tests.processes import run, start
@@ -106,23 +106,10 @@ runpy.run_path("app.py", run_name="__main__")
         page.terminate()
 
 
-def test_a_link_holds_what_differs(monkeypatch):
-    monkeypatch.delenv("SPACE_ID", raising=False)
-    values = to_values(preset("embedded-draft").with_changes(k=7))
-    assert Visits(preset("embedded-draft"), False).share(values) == "?preset=embedded-draft&k=7"
-
-
 def test_on_a_space_a_link_is_the_public_address(monkeypatch):
     monkeypatch.setenv("SPACE_ID", "someone/specdemo")
     link = Visits(preset("embedded-draft"), False).share(to_values(preset("embedded-draft")))
     assert link == "https://huggingface.co/spaces/someone/specdemo?preset=embedded-draft"
-
-
-def test_a_trace_file_opens(tmp_path):
-    path = tmp_path / "trace.json"
-    path.write_text(to_json(hostile_trace()), encoding="utf-8")
-    log = open_trace(str(path))
-    assert log.trace == hostile_trace() and '"recorded":true' in log.text.partition("\n")[0]
 
 
 @pytest.mark.parametrize(

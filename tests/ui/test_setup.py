@@ -94,12 +94,6 @@ def test_the_menu_has_every_preset_once_and_those_of_a_real_model_that_is_here_f
     assert needs and all(("GPU" in title) != ("RAM" in wanted) for title, wanted in needs.items())
 
 
-def test_hidden_lanes_are_ignored(values):
-    values["count"] = 1
-    values[place("k", 1)] = "nonsense"
-    assert len(from_values(values).lanes) == 1
-
-
 def test_method_without_a_model_drops_the_hidden_model(values):
     values[place("method", 0)] = "ngram"
     values[place("options", 0)] = {"max_n": 5, "left over": 1}

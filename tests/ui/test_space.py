@@ -174,39 +174,35 @@ def public(monkeypatch):
     return Visits(limits.fit(preset("embedded-draft")), False)
 
 
-@pytest.mark.parametrize(
-    "changes, line",
-    [
-        ({"target": "meta-llama/Llama-3.1-8B-Instruct"}, "is not available on this public page"),
-        ({"target": "someone/else"}, "is not on this page's list"),
-        ({"max_new_tokens": 257}, "256 new tokens at most, not 257; for more, duplicate this Space"),
-        ({"lanes": [{"method": "ngram"}] * 3}, "3 lanes at most, not 4"),
-        ({"k": 11}, "10 draft tokens at most"),
-        ({"lanes": [{"method": "lookahead", "options": {"nodes": 65}}]}, "64 draft tree nodes at most, not 65"),
-        ({"prompt": "word " * 1000}, "4000 prompt characters at most"),
-    ],
-)
-def test_a_public_page_runs_listed_models_and_short_runs(public, monkeypatch, changes, line):
-    with pytest.raises(ValueError, match=line):
-        changed("embedded-draft", changes, False)
-    monkeypatch.delenv("SPECDEMO_PUBLIC")
-    assert changed("embedded-draft", changes, True)
+def raced(changes):
+    return changed("embedded-draft", changes, not limits.public())
+
+
+def swept(changes):
+    return sweep.admit(Sweep().changed(**changes))
 
 
 @pytest.mark.parametrize(
-    "changes, line",
+    "ask, changes, line",
     [
-        ({"preset": "llama-3.1-8b"}, "is not available on this public page"),
-        ({"new_tokens": 512}, "256 new tokens at most, not 512"),
-        ({"repeats": 4}, "3 repeats at most, not 4"),
+        (raced, {"target": "meta-llama/Llama-3.1-8B-Instruct"}, "is not available on this public page"),
+        (raced, {"target": "someone/else"}, "is not on this page's list"),
+        (raced, {"max_new_tokens": 257}, "256 new tokens at most, not 257; for more, duplicate this Space"),
+        (raced, {"lanes": [{"method": "ngram"}] * 3}, "3 lanes at most, not 4"),
+        (raced, {"k": 11}, "10 draft tokens at most"),
+        (raced, {"lanes": [{"method": "lookahead", "options": {"nodes": 65}}]}, "64 draft tree nodes at most, not 65"),
+        (raced, {"prompt": "word " * 1000}, "4000 prompt characters at most"),
+        (swept, {"preset": "llama-3.1-8b"}, "is not available on this public page"),
+        (swept, {"new_tokens": 512}, "256 new tokens at most, not 512"),
+        (swept, {"repeats": 4}, "3 repeats at most, not 4"),
     ],
 )
-def test_a_public_page_sweeps_listed_models_and_few_repeats(public, monkeypatch, changes, line):
-    assert sweep.admit(Sweep())
+def test_a_public_page_runs_and_sweeps_listed_models_within_limits(public, monkeypatch, ask, changes, line):
+    assert ask({})
     with pytest.raises(ValueError, match=line):
-        sweep.admit(Sweep().changed(**changes))
+        ask(changes)
     monkeypatch.delenv("SPECDEMO_PUBLIC")
-    assert sweep.admit(Sweep().changed(**changes))
+    assert ask(changes)
 
 
 def test_a_public_page_offers_every_preset_within_its_limits(public):

@@ -173,21 +173,6 @@ def test_stop_before_the_first_repeat_is_no_error(bench):
     assert "error" not in text and lines(text)[-1]["type"] == "stopped" and '"result"' not in text
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (
-            ("elephant", "embedded-draft", 3, 96),
-            "sweep must be " + ", ".join(map(repr, [*suites.swept()][:-1])) + f" or {[*suites.swept()][-1]!r}",
-        ),
-        (("k", "embedded-draft", 11, 96), "repeats must be 10 or less, not 11"),
-    ],
-)
-def test_limits_hold_for_any_request(bench, values, message):
-    text = last(arguments(*values))
-    assert lines(text)[-1]["type"] == "error" and message in lines(text)[-1]["text"] and bench.options is None
-
-
 def test_a_borrowed_gpu_is_too_short_for_a_sweep(bench, monkeypatch):
     monkeypatch.setattr(sweep.space, "zero_gpu", lambda: True)
     assert "a sweep takes minutes" in last(VALUES)
@@ -253,10 +238,6 @@ def test_a_hostile_link_leaves_notes():
 TEST = {"preset": "embedded-draft", "acceptance": "typical", "temperature": 0.7, "top_p": 0.9, "draws": 512}
 
 
-def last_test(values):
-    return list(played(Sweeps("sweep"), begin_test, VISITOR, values))[-1]["view"]
-
-
 def test_the_visitors_sampling_and_rule_are_tested(bench):
     outputs = list(played(Sweeps("sweep"), begin_test, VISITOR, TEST))
     expected = preset("embedded-draft").with_changes(acceptance="typical", temperature=0.7, top_p=0.9)
@@ -264,25 +245,6 @@ def test_the_visitors_sampling_and_rule_are_tested(bench):
     last_test = lines(outputs[-1]["view"])[-1]
     assert last_test["type"] == "result" and last_test["axis"] == "token" and last_test["rows"][0]["plain"] == 0.75
     assert [bar["name"] for bar in last_test["chart"]["groups"][0]["bars"]] == ["plain", "speculative"]
-
-
-@pytest.mark.parametrize(
-    ("at", "value", "message"),
-    [
-        ("preset", "evil/model", "unknown preset"),
-        ("preset", "qwen3-8b", "only with the shipped models"),
-        ("draws", 100_000, "continuations must be 256 to 2560 on this page"),
-        ("draws", 300.5, "continuations must be 256 to 2560 on this page"),
-    ],
-)
-def test_limits_of_a_test_hold_for_any_request(bench, at, value, message):
-    text = last_test(TEST | {at: value})
-    assert lines(text)[-1]["type"] == "error" and message in lines(text)[-1]["text"] and bench.options is None
-
-
-def test_a_public_page_tests_less(bench, monkeypatch):
-    monkeypatch.setenv("SPECDEMO_PUBLIC", "1")
-    assert "continuations must be 256 to 768 on this page, not 1024" in last_test(TEST | {"draws": 1024})
 
 
 TUNED = {"target": "code", "work": [], "minutes": 2.0, "prompt": "def add(a, b):"}
@@ -344,25 +306,30 @@ def test_the_table_grows_and_the_result_is_a_file(monkeypatch):
     assert json.loads(saved["text"])["rows"][0]["race"] == "preset=embedded-ngram&method=ngram&k=7"
 
 
-@pytest.mark.parametrize(
-    ("values", "reason"),
-    [
-        ({"target": "some/model"}, "not on this page's list"),
-        ({"minutes": 500.0}, "15 minutes at most"),
-    ],
-)
-def test_refusals_have_one_line(values, reason):
-    with pytest.raises(ValueError, match=reason) as refused:
-        begin_tune(TUNED | values, None)
-    assert "\n" not in str(refused.value)
+SUITES = [*map(repr, suites.swept())]
+DRAWS = "continuations must be 256 to 2560 on this page"
+REFUSED = [  # start, changes, whether the page is public, reason
+    (begin, VALUES | {"sweep": "elephant"}, False, f"sweep must be {', '.join(SUITES[:-1])} or {SUITES[-1]}"),
+    (begin, VALUES | {"repeats": 11}, False, "repeats must be 10 or less, not 11"),
+    (begin_test, TEST | {"preset": "evil/model"}, False, "unknown preset"),
+    (begin_test, TEST | {"preset": "qwen3-8b"}, False, "only with the shipped models"),
+    (begin_test, TEST | {"draws": 100_000}, False, DRAWS),
+    (begin_test, TEST | {"draws": 300.5}, False, DRAWS),
+    (begin_test, TEST | {"draws": 1024}, True, "continuations must be 256 to 768 on this page, not 1024"),
+    (begin_tune, TUNED | {"target": "some/model"}, False, "not on this page's list"),
+    (begin_tune, TUNED | {"minutes": 500.0}, False, "15 minutes at most"),
+    (begin_tune, TUNED | {"target": "google/gemma-3-27b-it", "minutes": 1.0}, True, "not available on this public"),
+    (begin_tune, TUNED, True, "1 minutes at most"),
+]
 
 
-def test_a_public_page_measures_models_at_hand_only(monkeypatch):
-    monkeypatch.setenv("SPECDEMO_PUBLIC", "1")
-    with pytest.raises(ValueError, match="not available on this public page"):
-        begin_tune(TUNED | {"target": "google/gemma-3-27b-it", "minutes": 1.0}, None)
-    with pytest.raises(ValueError, match="1 minutes at most"):
-        begin_tune(TUNED, None)
+@pytest.mark.parametrize(("start", "values", "public", "reason"), REFUSED)
+def test_limits_hold_for_any_request_and_refusals_have_one_line(bench, monkeypatch, start, values, public, reason):
+    if public:
+        monkeypatch.setenv("SPECDEMO_PUBLIC", "1")
+    last_line = lines([*played(Sweeps("sweep"), start, VISITOR, values)][-1]["view"])[-1]
+    assert last_line["type"] == "error" and reason in last_line["text"] and "\n" not in last_line["text"]
+    assert bench.options is None
 
 
 def test_the_card_of_a_model_repeats_what_tune_found_last_for_this_file_on_this_machine(tmp_path, monkeypatch):
@@ -408,12 +375,6 @@ def trainer(monkeypatch):
 
 def last_training(request):
     return list(played(Lab("training"), train, VISITOR, request))[-1]["view"]
-
-
-def test_stand_in_has_the_interface_of_the_lab():
-    real = lab.recipes
-    assert all(callable(getattr(real, name)) for name in ("recipes", "head_recipe", "train_live"))
-    assert all(real.head_recipe(name).method for name in real.recipes())
 
 
 def test_training_is_a_growing_text(trainer):
