@@ -1,7 +1,8 @@
 """Choice between float32 and bfloat16 for a model on a CPU, measured on its own weights.
 
-Processors without bf16 instructions read half the bytes for one token, but emulate products over several tokens. So the
-faster dtype of plain decoding may be the slower one of verification; dtype `auto` takes the faster plain decoding.
+Processors without bf16 instructions read half the bytes for one token, but emulate products over several tokens, or do
+them in float32 where memory allows a second copy (models/packed.py). So the faster dtype of plain decoding may be the
+slower one of verification; dtype `auto` takes the faster plain decoding.
 """
 
 from dataclasses import replace
@@ -19,6 +20,7 @@ from specdemo.models.packed import PADDED_ROWS, SAMPLE_BYTES, WIDE_ROWS, layout_
 MATRIX_BYTES = SAMPLE_BYTES // 4  # of a matrix in float32 that are measured
 LEAST_SIZE = 64  # inputs and outputs of a matrix that is measured
 DTYPES = torch.float32, torch.bfloat16
+ROWS = 1, PADDED_ROWS, WIDE_ROWS
 
 
 def faster_precision(folder: Path, precision: Precision, padded: bool) -> tuple[Precision, str]:
@@ -32,18 +34,14 @@ def faster_precision(folder: Path, precision: Precision, padded: bool) -> tuple[
     one, wide = {}, {}
     for dtype in DTYPES:
         with torch.no_grad(), threads(1):  # whose CPU time does not include other programs
-            seconds = layout_seconds([make_linear(matrix.to(dtype), None) for matrix in matrices])
+            seconds = layout_seconds([make_linear(matrix.to(dtype), None) for matrix in matrices], ROWS)
         rows = {("packed", PADDED_ROWS)} if padded else {("plain", 1), ("packed", 1), ("packed", PADDED_ROWS)}
         one[dtype] = min((seconds[key] for key in rows if key in seconds), default=float("inf"))
         wide[dtype] = min(s for (_, count), s in seconds.items() if count == WIDE_ROWS)
     fast, slow = sorted(DTYPES, key=one.__getitem__)
     names = [str(dtype).removeprefix("torch.") for dtype in (fast, slow)]
-    if isinf(one[fast]):
-        return faster_precision(folder, precision, padded=False)
     if isinf(one[slow]):
-        return replace(precision, dtype=fast), (
-            f"dtype auto is {names[0]}: bit_exact is on, and this CPU has no packed products in {names[1]}"
-        )
+        return faster_precision(folder, precision, padded=False)
     why = (
         f"dtype auto is {names[0]}: on this CPU its matrix products for one token take about "
         f"{one[fast] / one[slow]:.1f} of the time in {names[1]}, for {WIDE_ROWS} tokens {wide[fast] / wide[slow]:.1f}"

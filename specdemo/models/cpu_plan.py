@@ -33,7 +33,7 @@ from specdemo.models.packed import (
     fast_norm,
     linears_of,
     pack_part,
-    packs,
+    packed_dtype,
     replace,
 )
 from specdemo.models.text import sample_tokens
@@ -93,9 +93,9 @@ def cpu_plan(model: nn.Module) -> CpuPlan:
 
 @torch.no_grad()
 def pack_model(model: PreTrainedModel, layout: Layout | None = None, text: Sequence[int] = ()) -> str:
-    """Pack the linear layers, experts and output head of a model of any family, and replace its norms. Changes nothing
-    where the packed model's logits differ by more than its rounding, or where torch cannot pack, and returns a
-    sentence about it.
+    """Put the linear layers, experts and output head of a model of any family into a layout, and replace its norms.
+    Changes nothing where the logits then differ by more than the model's rounding, or where torch cannot pack, and
+    returns a sentence about it.
 
     layout: None: the fastest for its weights. text: token ids with which the logits are compared; (): spread ids.
     """
@@ -105,23 +105,24 @@ def pack_model(model: PreTrainedModel, layout: Layout | None = None, text: Seque
     if not linears:
         return ""
     layout = layout or choose_layout(linears, psutil.virtual_memory().available)
-    if not layout.packed:
-        return ""
-    if not packs(linears[0]):
+    if layout.packed and not packed_dtype(linears[0].weight.dtype):
         dtype = str(model.dtype).removeprefix("torch.")
         fix = "" if model.dtype == torch.float32 else "; choose dtype float32"
         return f"this processor has no packed products in {dtype}, so its passes use plain ones{fix}"
-    expected, own = (_probe(model, text, count) for count in (PROBE_TOKENS, PROBE_TOKENS - 1))
+    # plain products of several rows may be slow, and only norms and experts change then
+    count = PROBE_TOKENS if layout.packed else 2
+    expected, own = _probe(model, text, count), _probe(model, text, count - 1)
     replace(decoder, lambda part: fast_norm(pack_part(part, layout)))
-    if plain_head is not None:
+    if plain_head is not None and layout.packed:
         model.set_output_embeddings(PackedHead(plain_head, layout.plain_rows))
     note = ""
     try:
-        packed, layers = _probe(model, text, PROBE_TOKENS), model.config.get_text_config(decoder=True).num_hidden_layers
+        packed, layers = _probe(model, text, count), model.config.get_text_config(decoder=True).num_hidden_layers
         result = difference(expected, packed, [(expected[:-1], own)], spacing(model.dtype), layers)
         same = result.is_rounding
         if not same:
-            note = f"packed products move {100 * result.moved:.2g}% of the probability of a token, so they are not used"
+            parts = "packed products" if layout.packed else "faster norms and experts"
+            note = f"{parts} move {100 * result.moved:.2g}% of the probability of a token, so they are not used"
     except Exception:  # a layer of this family reads its weights itself
         same = False
     if not same:

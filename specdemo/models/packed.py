@@ -1,10 +1,12 @@
 """Faster weights and norms for CPUs: matrices in oneDNN's blocked layout, with which five rows cost little more than
-one, as verification needs; and RMS norms that take half the time. The values are the model's own."""
+one, as verification needs; experts without work for those that no token chose; and RMS norms that take half the time.
+The values are the model's own. Where a processor has no packed products in bfloat16, the blocks are in float32."""
 
+import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from timeit import timeit
 from typing import Any, ClassVar, TypeVar, cast
@@ -17,6 +19,7 @@ from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from specdemo.core.suggest import counted
 from specdemo.models.cpu_threads import threads
 from specdemo.models.devices import device_kind, runs_triton
 
@@ -25,7 +28,7 @@ Module = TypeVar("Module", bound=nn.Module)
 KNOWN_NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
 WIDE_ROWS = 5  # rows of the wide product that a layout is measured with
 PADDED_ROWS = 4  # rows from which on packed products add in one order at every width
-PLAIN_ROWS = 3  # rows up to which a plain product is used where both layouts are kept
+PLAIN_ROWS = 3  # most rows of a plain product where both layouts are kept
 SAMPLE_BYTES = 96 << 20  # of the weights that are measured; more than most caches
 LEAST_BYTES = 1 << 20  # of all weights together; smaller models are not measured
 PADDING_LIMIT = 1.05  # most time of a padded one-row product, in that of the fastest layout for one row
@@ -39,18 +42,20 @@ class Layout:
     """Layout of the weights of a model on a CPU.
 
     packed: products with more than `plain_rows` rows use oneDNN's blocked layout, the others the plain one. rows:
-    fewest rows of a product; a pass over fewer tokens is padded.
+    fewest rows of a product; a pass over fewer tokens is padded. measured: what decided, in words.
     """
 
     packed: bool = False
     plain_rows: int = 0
     rows: int = 1
-    measured: ClassVar[dict[object, "Layout"]] = {}  # shapes and dtype -> layout, so that all copies of a model agree
+    measured: str = field(default="", compare=False)
+    of_weights: ClassVar[dict[object, "Layout"]] = {}  # shapes and dtype -> layout, so that all copies of a model agree
 
     def __str__(self) -> str:
-        if not self.packed:
-            return "plain"
-        return f"plain up to {self.plain_rows} rows, packed above" if self.plain_rows else "packed"
+        name = "packed" if self.packed else "plain"
+        if self.packed and self.plain_rows:
+            name = f"plain up to {counted(self.plain_rows, 'row')}, packed above"
+        return f"{name} ({self.measured})" if self.measured else name
 
 
 PLAIN = Layout()
@@ -63,43 +68,50 @@ class PackedLinear(nn.Module):
         """plain_rows: products with at most so many rows use the plain weight, which is kept for them."""
         super().__init__()
         self.out_features, self.in_features = linear.weight.shape
-        # not a buffer: a blocked tensor can be neither moved nor saved
         weight = linear.weight.detach().contiguous()
-        self._blocks: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, WIDE_ROWS)
+        self.dtype = weight.dtype
+        wide = packed_dtype(self.dtype) or self.dtype
+        # not a buffer: a blocked tensor can be neither moved nor saved
+        self._blocks: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.to(wide), WIDE_ROWS)
         self._plain, self.plain_rows = (weight if plain_rows else None), plain_rows
         self._bias = None if linear.bias is None else linear.bias.detach()
+        self._wide_bias = None if self._bias is None else self._bias.to(wide)
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Return the stored dtype."""
-        return self._blocks.dtype
+    def row_bytes(self) -> int:
+        """Return the size of the weights that a product of one row reads."""
+        stored = self._blocks if self._plain is None else self._plain
+        return self.out_features * self.in_features * stored.element_size()
 
     @property
     def bytes(self) -> int:
-        """Return the size of the weights."""
-        bias = 0 if self._bias is None else self._bias.nbytes
-        copies = 1 if self._plain is None else 2
-        return copies * int(self.out_features * self.in_features * self._blocks.element_size()) + bias
+        """Return the size of the weights in all their layouts."""
+        blocks = self.out_features * self.in_features * self._blocks.element_size()
+        return blocks + sum(tensor.nbytes for tensor in (self._plain, self._bias) if tensor is not None)
 
     def forward(self, x: Tensor) -> Tensor:
         if self._plain is not None and x.numel() <= self.plain_rows * self.in_features:
             rows = x.reshape(-1, self.in_features)  # a product of three dimensions may copy the weight
             return F.linear(rows, self._plain, self._bias).view(*x.shape[:-1], self.out_features)
-        product: Tensor = self._multiply(x, self._blocks, self._bias, "none", [], "")
-        return product
+        product: Tensor = self._multiply(x.to(self._blocks.dtype), self._blocks, self._wide_bias, "none", [], "")
+        return product.to(x.dtype)
 
     def __deepcopy__(self, memo: dict[int, object]) -> nn.Linear:
-        return make_linear(self._blocks.to_dense(), None if self._bias is None else self._bias.clone())
+        return make_linear(self._blocks.to_dense(self.dtype), None if self._bias is None else self._bias.clone())
 
 
-def packs(linear: nn.Linear) -> bool:
-    """Return whether this torch has packed products in the dtype of a layer on this processor."""
-    try:
-        PackedLinear(linear)
-    except (AttributeError, RuntimeError, NotImplementedError):  # private operations of torch may be missing or differ
-        return False
-    return True
+@lru_cache
+def packed_dtype(dtype: torch.dtype) -> torch.dtype | None:
+    """Return the dtype of packed weights for layers in `dtype`: the same or, on a processor without packed products in
+    it, float32. None where this torch has none."""
+    for stored in (dtype, torch.float32):
+        try:
+            torch.ops.mkldnn._reorder_linear_weight(torch.zeros(8, 8, dtype=stored), WIDE_ROWS)
+        except (AttributeError, RuntimeError, NotImplementedError):  # private operations may be missing or differ
+            continue
+        return stored
+    return None
 
 
 class PackedHead(PackedLinear):
@@ -169,16 +181,16 @@ class FastRMSNorm(nn.Module):
 Experts = Any  # transformers' experts of a layer, with the weights of all in one tensor, see `has_experts`
 
 
-class PackedExperts(nn.Module):
-    """Experts of a layer with packed weights, of which a pass reads the chosen ones only. The interface is that of
+class FastExperts(nn.Module):
+    """Experts of a layer in any layout, of which a pass reads the chosen ones only. The interface is that of
     transformers' experts; a deep copy is the original, trainable module."""
 
-    def __init__(self, experts: Experts, plain_rows: int = 0) -> None:
+    def __init__(self, experts: Experts, layout: Layout) -> None:
         super().__init__()
         self.num_experts = experts.num_experts
         self._names = _expert_matrices(experts)
         self.up, self.down = (
-            nn.ModuleList(PackedLinear(linear, plain_rows) for linear in _expert_linears(experts, name))
+            nn.ModuleList(pack_part(linear, layout) for linear in _expert_linears(experts, name))
             for name in self._names
         )
         shell = copy(experts)
@@ -221,7 +233,7 @@ class PackedExperts(nn.Module):
         return cast(nn.Module, plain)
 
 
-FASTER = (PackedLinear, PackedExperts, FastRMSNorm)
+FASTER = (PackedLinear, FastExperts, FastRMSNorm)
 
 
 def has_experts(module: Experts) -> bool:
@@ -265,7 +277,7 @@ def pack_part(part: nn.Module, layout: Layout) -> nn.Module:
     """Return a linear layer or the experts of a layer in a layout; other modules are returned unchanged."""
     if layout.packed and type(part) is nn.Linear:
         return PackedLinear(part, layout.plain_rows)
-    return PackedExperts(part, layout.plain_rows) if layout.packed and has_experts(part) else part
+    return FastExperts(part, layout) if has_experts(part) else part
 
 
 def replace(module: Module, replacement: Callable[[nn.Module], nn.Module]) -> Module:
@@ -299,12 +311,9 @@ def packed_bytes(model: nn.Module) -> int:
 
 
 def linear_bytes(model: nn.Module) -> int:
-    """Return the size of the weights of all linear layers and the head, without second copies in another layout."""
+    """Return the size of the weights of all linear layers and the head that a pass over one token reads."""
     layers = (m for m in model.modules() if isinstance(m, nn.Linear | PackedLinear))
-    return sum(
-        m.out_features * m.in_features * m.dtype.itemsize if isinstance(m, PackedLinear) else m.weight.nbytes
-        for m in layers
-    )
+    return sum(m.row_bytes if isinstance(m, PackedLinear) else m.weight.nbytes for m in layers)
 
 
 def concat_linears(*linears: nn.Linear) -> nn.Linear:
@@ -388,16 +397,27 @@ def choose_layout(linears: Sequence[nn.Linear], free_bytes: int = 0) -> Layout:
     if len({weight.dtype for weight in weights}) > 1 or weights[0].dtype not in (torch.float32, torch.bfloat16):
         return PLAIN
     key = tuple(weight.shape for weight in weights), weights[0].dtype
-    if key not in Layout.measured:
+    if key not in Layout.of_weights:
         with threads(1):  # whose CPU time does not include other programs
-            Layout.measured[key] = _measured_layout(linears, size <= free_bytes // SPARE_SHARE)
-    return Layout.measured[key]
+            wide = packed_dtype(weights[0].dtype) or torch.float32
+            copy_bytes = size * wide.itemsize // weights[0].dtype.itemsize
+            Layout.of_weights[key] = _measured_layout(linears, copy_bytes <= free_bytes // SPARE_SHARE)
+    return Layout.of_weights[key]
 
 
 def _measured_layout(linears: Sequence[nn.Linear], copies: bool) -> Layout:
-    seconds = layout_seconds(_sample(linears))
+    sample = _sample(linears)
+    seconds = layout_seconds(sample, (1, PADDED_ROWS, WIDE_ROWS))
     if ("packed", 1) not in seconds:
         return PLAIN
+    stored = packed_dtype(sample[0].weight.dtype)
+    other = "" if stored == sample[0].weight.dtype else f" in {str(stored).removeprefix('torch.')}"
+    one, several = (seconds["packed", rows] / seconds["plain", rows] for rows in (1, WIDE_ROWS))
+    measured = f"packed{other}: {one:.2f} of plain for 1 row, {several:.2f} for {WIDE_ROWS}"
+    return dataclasses.replace(_fastest_layout(sample, seconds, copies), measured=measured)
+
+
+def _fastest_layout(sample: Sequence[nn.Linear], seconds: Mapping[tuple[str, int], float], copies: bool) -> Layout:
     wide = seconds["packed", WIDE_ROWS]
     one = {
         PLAIN: seconds["plain", 1],
@@ -411,12 +431,19 @@ def _measured_layout(linears: Sequence[nn.Linear], copies: bool) -> Layout:
     if best.packed or seconds["plain", WIDE_ROWS] <= wide:
         return best
     if copies:
-        return Layout(packed=True, plain_rows=PLAIN_ROWS)
+        return Layout(packed=True, plain_rows=_plain_rows(sample))
     return min(
         PLAIN,
         Layout(packed=True),
         key=lambda layout: one[layout] + (wide if layout.packed else seconds["plain", WIDE_ROWS]),
     )
+
+
+def _plain_rows(linears: Sequence[nn.Linear]) -> int:
+    """Return the most rows, up to PLAIN_ROWS, of which a plain product is the faster one."""
+    seconds = layout_seconds(linears, range(2, PLAIN_ROWS + 1))
+    slower = (n for n in range(2, PLAIN_ROWS + 1) if seconds["packed", n] < seconds["plain", n])
+    return next(slower, PLAIN_ROWS + 1) - 1
 
 
 @lru_cache(maxsize=1)
@@ -425,12 +452,12 @@ def bfloat16_pays() -> bool:
     """Measure whether products with one row and with several are faster in bfloat16 than in float32, in the best layout
     of each. Processors without bf16 instructions emulate it, up to fifteen times as slowly."""
     seconds = {}
+    if packed_dtype(torch.bfloat16) != torch.bfloat16:
+        return False
     for dtype in (torch.float32, torch.bfloat16):
         linears = [make_linear(torch.zeros(2048, 1024, dtype=dtype), None) for _ in range(12)]
         with threads(1):
-            times = layout_seconds(linears)
-        if ("packed", 1) not in times:
-            return False
+            times = layout_seconds(linears, (1, PADDED_ROWS, WIDE_ROWS))
         one = min(times["plain", 1], times["packed", 1], times["packed", PADDED_ROWS])
         seconds[dtype] = one + min(times["plain", WIDE_ROWS], times["packed", WIDE_ROWS])
     return seconds[torch.bfloat16] < seconds[torch.float32]
@@ -448,16 +475,19 @@ def _sample(linears: Sequence[nn.Linear]) -> list[nn.Linear]:
     return chosen
 
 
-def layout_seconds(linears: Sequence[nn.Linear]) -> dict[tuple[str, int], float]:
+def layout_seconds(linears: Sequence[nn.Linear], counts: Sequence[int]) -> dict[tuple[str, int], float]:
     """Return kind of layout and number of rows -> seconds of one product with every layer, the best of ROUNDS; without
-    packed products where torch has none."""
+    packed products where torch has none.
+
+    counts: numbers of rows.
+    """
     kinds: dict[str, Sequence[nn.Module]] = {"plain": linears}
-    if packs(linears[0]):
-        kinds["packed"] = [PackedLinear(linear) for linear in linears]
     dtype = linears[0].weight.dtype
+    if packed_dtype(dtype):
+        kinds["packed"] = [PackedLinear(linear) for linear in linears]
     inputs = {
         (rows, size): torch.ones(1, rows, size, dtype=dtype)
-        for rows in (1, PADDED_ROWS, WIDE_ROWS)
+        for rows in counts
         for size in {linear.in_features for linear in linears}
     }
 
@@ -465,10 +495,8 @@ def layout_seconds(linears: Sequence[nn.Linear]) -> dict[tuple[str, int], float]
         for layer, linear in zip(kinds[kind], linears, strict=True):
             layer(inputs[rows, linear.in_features])
 
-    runs = [("plain", 1), ("plain", WIDE_ROWS), ("packed", 1), ("packed", PADDED_ROWS), ("packed", WIDE_ROWS)]
-    runs = [run for run in runs if run[0] in kinds]
-    best = dict.fromkeys(runs, float("inf"))
+    best = {(kind, rows): float("inf") for kind in kinds for rows in counts}
     for _ in range(ROUNDS):
-        for run in runs:
+        for run in best:
             best[run] = min(best[run], timeit(partial(products, *run), timer=time.thread_time, number=1))
     return best

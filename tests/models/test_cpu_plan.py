@@ -152,7 +152,7 @@ def test_products_that_cannot_be_packed_or_differ_are_left_out_with_a_note(monke
     note = fuse_layers(plain, PADDED)
     assert note.startswith("packed products move ") and note.endswith(" of a token, so they are not used")
     assert not any(isinstance(part, PackedLinear) for part in plain.modules()) and cpu_plan(plain).layout == Layout()
-    monkeypatch.setattr(cpu_plan_module, "packs", lambda linear: False)
+    monkeypatch.setattr(cpu_plan_module, "packed_dtype", lambda dtype: None)
     absent = "this processor has no packed products in {}, so its passes use plain ones{}"
     assert fuse_layers(plain, PADDED) == absent.format("float32", "")
     half = fuse_layers(model("llama-3x64", torch.bfloat16), PADDED)

@@ -17,6 +17,7 @@ from specdemo.models.packed import FastRMSNorm, PackedLinear, RMSNorm, dtype_of,
 from specdemo.models.target import HFTarget
 from tests.models.tiny import CALLED, SIZES, build, force_layout, texts
 
+PACKED = module.Layout(packed=True), module.Layout(packed=True, plain_rows=3)
 TREE = torch.tensor([[0, 0, 1, 1, 2, 5]])
 
 
@@ -161,16 +162,17 @@ def test_models_of_another_build_stay_as_they_are():
         assert kernels(model) == "transformers"
 
 
-@pytest.mark.parametrize("layout", [module.Layout(packed=True), module.Layout(packed=True, plain_rows=3)], ids=str)
+@pytest.mark.parametrize("layout", [module.PLAIN, *PACKED], ids=str)
 @pytest.mark.parametrize("name", ["gemma3", "qwen3", "gpt_oss", "qwen3_next"])
 def test_linear_layers_experts_and_norms_of_every_family_are_replaced(monkeypatch, name, layout):
     force_layout(monkeypatch, layout)
     model = build(name)
     expected, tokens = copy.deepcopy(model), texts(1, 9)
     fuse_layers(model)
-    assert kernels(model).endswith("packed")
     decoder = model.get_decoder()
-    assert not any(type(m) is torch.nn.Linear or module.has_experts(m) for m in decoder.modules())
+    assert kernels(model).endswith("packed") == layout.packed
+    assert any(type(m) is torch.nn.Linear for m in decoder.modules()) != layout.packed
+    assert not any(map(module.has_experts, decoder.modules()))
     assert type(decoder.norm) is type(decoder.layers[1].input_layernorm) is FastRMSNorm
     again = copy.deepcopy(model)
     assert {n: p.shape for n, p in again.named_parameters()}.items() >= {
@@ -197,29 +199,49 @@ def test_a_family_that_reads_its_weights_itself_is_left_alone(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_nothing_is_packed_without_the_private_operations(monkeypatch, dtype):
     monkeypatch.setattr(module, "LEAST_BYTES", 0)
-    monkeypatch.setattr(module.Layout, "measured", {})
-    monkeypatch.setattr(module, "PackedLinear", lambda linear: torch.ops.mkldnn.no_such_operation)
+    monkeypatch.setattr(module.Layout, "of_weights", {})
+    monkeypatch.setattr(module, "packed_dtype", lambda dtype: None)
     assert module.choose_layout([torch.nn.Linear(8, 8).to(dtype)]) == module.PLAIN
+
+
+@pytest.mark.parametrize("plain_rows", [0, 2])
+def test_weights_in_bfloat16_are_packed_in_float32_where_the_processor_needs_it(monkeypatch, plain_rows):
+    monkeypatch.setattr(module, "packed_dtype", lambda dtype: torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    linear = torch.nn.Linear(48, 32).bfloat16().requires_grad_(False)
+    layer = PackedLinear(linear, plain_rows)
+    assert (layer.dtype, layer.row_bytes) == (torch.bfloat16, 48 * 32 * (2 if plain_rows else 4))
+    assert layer.bytes == 48 * 32 * (6 if plain_rows else 4) + 64
+    for rows in (1, 2, 3, 5):
+        x = torch.randn(1, rows, 48, generator=generator).bfloat16()
+        exact = torch.nn.functional.linear(x.double(), linear.weight.double(), linear.bias.double())
+        assert layer(x).dtype == torch.bfloat16
+        torch.testing.assert_close(layer(x).double(), exact, rtol=0.01, atol=0.01)
+    again = copy.deepcopy(layer)
+    assert torch.equal(again.weight, linear.weight) and torch.equal(again.bias, linear.bias)
 
 
 def test_an_outline_neither_takes_nor_leaves_the_layout_of_its_shapes(monkeypatch):
     monkeypatch.setattr(module, "LEAST_BYTES", 0)
-    monkeypatch.setattr(module.Layout, "measured", {})
+    monkeypatch.setattr(module.Layout, "of_weights", {})
     monkeypatch.setattr(module, "_measured_layout", lambda linears, copies: module.Layout(packed=True))
     outline = torch.nn.Sequential(torch.nn.Linear(32, 8, device="meta"))
     assert type(pack(outline)[0]) is torch.nn.Linear
-    assert not module.Layout.measured
+    assert not module.Layout.of_weights
     assert type(pack(torch.nn.Sequential(torch.nn.Linear(32, 8)))[0]) is PackedLinear
     assert type(pack(outline)[0]) is torch.nn.Linear
 
 
-SECONDS = {("plain", 1): 1.0, ("plain", 5): 4.0, ("packed", 1): 1.2, ("packed", 4): 1.3, ("packed", 5): 1.4}
+SECONDS = {("plain", 1): 1.0, ("plain", 2): 1.1, ("plain", 3): 1.2, ("plain", 5): 4.0}
+SECONDS |= {("packed", 1): 1.2, ("packed", 2): 1.25, ("packed", 3): 1.3, ("packed", 4): 1.3, ("packed", 5): 1.4}
 
 
 @pytest.mark.parametrize(
     ("changes", "copies", "layout"),
     [
-        ({}, True, module.Layout(packed=True, plain_rows=module.PLAIN_ROWS)),  # the plain lane stays fast
+        ({}, True, module.Layout(packed=True, plain_rows=3)),  # the plain lane stays fast
+        ({("plain", 3): 1.4}, True, module.Layout(packed=True, plain_rows=2)),
+        ({("plain", 2): 2.2, ("plain", 3): 1.2}, True, module.Layout(packed=True, plain_rows=1)),
         ({}, False, module.Layout(packed=True)),  # 1.2 + 1.4 against 1 + 4
         ({("plain", 5): 1.3}, True, module.PLAIN),
         ({("plain", 5): 1.5}, False, module.PLAIN),
@@ -229,7 +251,7 @@ SECONDS = {("plain", 1): 1.0, ("plain", 5): 4.0, ("packed", 1): 1.2, ("packed", 
     ],
 )
 def test_the_layout_is_the_best_for_one_row_then_for_several(monkeypatch, changes, copies, layout):
-    monkeypatch.setattr(module, "layout_seconds", lambda linears: SECONDS | changes)
+    monkeypatch.setattr(module, "layout_seconds", lambda linears, counts: SECONDS | changes)
     assert module._measured_layout([torch.nn.Linear(8, 8)], copies) == layout
 
 

@@ -198,7 +198,7 @@ def texts(rows, length, seed=0):
 def force_layout(monkeypatch, layout):
     """Give all weights on a CPU this layout, without a measurement."""
     monkeypatch.setattr(packed, "LEAST_BYTES", 0)
-    monkeypatch.setattr(packed.Layout, "measured", {})
+    monkeypatch.setattr(packed.Layout, "of_weights", {})
     monkeypatch.setattr(packed, "_measured_layout", lambda linears, copies: layout)
 
 
