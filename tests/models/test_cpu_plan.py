@@ -17,7 +17,7 @@ from specdemo.models import cpu_threads, pass_cost
 from specdemo.models.cpu_plan import CpuPlan, CpuSettings, cpu_plan, key_tails
 from specdemo.models.cpu_threads import ThreadLimit, thread_counts, threads, usable_cores
 from specdemo.models.fused import fuse_layers
-from specdemo.models.packed import Layout, PackedLinear
+from specdemo.models.packed import Layout, PackedLinear, packed_dtype
 from specdemo.models.pass_cost import fastest_threads, plan_passes
 from specdemo.models.target import HFTarget
 from tests.models.tiny import force_layout
@@ -45,7 +45,7 @@ def model(name, dtype):
 
 
 def has_bf16():
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return packed_dtype(torch.bfloat16) is not None
 
 
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.skipif(not has_bf16(), reason="no bfloat16"))]
@@ -118,7 +118,7 @@ def test_a_product_that_depends_on_the_width_is_noticed(monkeypatch, dtype):
     def by_width(self, x):
         if x.shape[-2] < 9:
             return forward(self, x)
-        half, weight = x.shape[-1] // 2, self._blocks.to_dense()
+        half, weight = x.shape[-1] // 2, self._blocks.to_dense(x.dtype)
         return x[..., :half] @ weight[:, :half].T + x[..., half:] @ weight[:, half:].T
 
     monkeypatch.setattr(PackedLinear, "forward", by_width)
