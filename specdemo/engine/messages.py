@@ -16,7 +16,7 @@ from specdemo.core.trace import LaneTrace, Outcome, RunTrace, StepEvent, draft_o
 
 @dataclass(frozen=True, slots=True)
 class RunStage:
-    """Start of a part of the run, by its name in STAGES. Progress that is reported from then on is its own."""
+    """Start of a part of the run: one of STAGES, or COMPARING. Progress that is reported from then on is its own."""
 
     name: str
 
@@ -80,6 +80,7 @@ class Finished:
 
 
 STAGES = LOADING, MEASURING, WARMING_UP, RACING = "loading", "measuring passes", "warming up", "racing"
+COMPARING = "comparing the texts"  # after the last step; reading two texts that parted can take as long as the race
 Ordered = Generator[tuple[int, StepEvent], None, None]  # steps with the indices of their lanes
 RunMessage = RunStage | Started | StepRow | Restarted | Note | LaneDone | Finished
 

@@ -23,6 +23,7 @@ from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.lanes import LaneModels, LocalLane, RunningLane, ServerLane, build_lane_models, chat_messages
 from specdemo.engine.loop import never_cancelled
 from specdemo.engine.messages import (
+    COMPARING,
     LOADING,
     MEASURING,
     RACING,
@@ -222,6 +223,7 @@ class Session:
                 trace.environment["noise"] = slowed
             served = {lane.service.server: lane.service.model for lane in trace.lanes if lane.service.server}
             trace.environment |= {"served_models": served} if served else {}
+            yield RunStage(COMPARING)
             compare_outputs(trace, self.target() if local_target else None, slowed, self.explains)
             self._end_run(spec, trace)
             yield Finished(trace)

@@ -133,7 +133,10 @@ function runPressed() {
   setStatus("Starting.");
 }
 
-const stageBegun = ({ name }) => showStage(name, 0);
+function stageBegun({ name }) {
+  if (STAGES.includes(name)) showStage(name, 0);
+  else run.after = name; // the race, whose result stays in sight
+}
 
 function loading(line) {
   if (nextRun) nextRun.loading = true;
@@ -309,6 +312,7 @@ function playback() {
   if (run.done) return result();
   if (player.paused) return run.lanes.some((lane) => lane.next) ? "Paused." : "Paused at the start.";
   const { schedule, lanes } = run.start;
+  if (!run.end && run.after && run.lanes.every((lane) => lane.finish)) return `${sentence(run.after)}.`;
   if (!run.end) return `Running ${lanes.length} lanes, ${schedule === "sequential" ? "one after another" : "interleaved"}.`;
   const action = run.still ? "Playing a recorded run" : player.replay ? "Replaying" : "Run complete. Playing it back";
   return `${action} ${playbackSpeed()}.`;

@@ -7,7 +7,7 @@ import pytest
 
 from specdemo.core.tally import summarise
 from specdemo.core.trace import compare
-from specdemo.engine.messages import LOADING, MEASURING, WARMING_UP, RunStage, replay
+from specdemo.engine.messages import COMPARING, LOADING, MEASURING, WARMING_UP, RunStage, replay
 from specdemo.presets.files import preset
 from specdemo.presets.runnable import nearest_runnable
 from specdemo.ui import assets
@@ -308,6 +308,14 @@ def test_a_refusal_leaves_the_run_on_show_going(display, refused):
     display.wait(3000)
     assert text_before != display.text(0) == "".join(HOSTILE)
     assert all(words.startswith("done") for words in display.read(".sd-pill"))
+
+
+def test_the_status_names_the_comparison_of_texts_after_the_last_step(display):
+    *steps, _ = replay(hostile_trace())
+    display.pace("1")
+    display.show(Log().add([*steps, RunStage(COMPARING)]))
+    display.wait(3000)
+    assert display.read(".sd-status") == ["Comparing the texts."]
 
 
 def test_a_recording_stands_for_no_run_that_failed(display):

@@ -20,6 +20,7 @@ from specdemo.engine import clock
 from specdemo.engine import session as session_module
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.messages import (
+    COMPARING,
     LOADING,
     MEASURING,
     STAGES,
@@ -560,4 +561,4 @@ def test_what_precedes_the_steps_is_reported_stage_by_stage(runner):
             assert len(shares) > 3 and shares == sorted(shares) and shares[0] >= 0.0 and shares[-1] <= 1.0
         elif isinstance(message, StepRow) and message.index == 0:
             assert done == [(0.0, "run 1 of 2")]
-    assert seen == list(STAGES)
+    assert seen == [*STAGES, COMPARING]
