@@ -218,8 +218,7 @@ class Session:
                     f"{local_target.threads} during the run"
                 )
             trace.notes += _disturbance_note(trace)
-            slowed = gpu.reasons()
-            if slowed:
+            if slowed := gpu.reasons():
                 trace.environment["noise"] = slowed
             served = {lane.service.server: lane.service.model for lane in trace.lanes if lane.service.server}
             trace.environment |= {"served_models": served} if served else {}

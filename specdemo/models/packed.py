@@ -485,11 +485,8 @@ def layout_seconds(linears: Sequence[nn.Linear], counts: Sequence[int]) -> dict[
     dtype = linears[0].weight.dtype
     if packed_dtype(dtype):
         kinds["packed"] = [PackedLinear(linear) for linear in linears]
-    inputs = {
-        (rows, size): torch.ones(1, rows, size, dtype=dtype)
-        for rows in counts
-        for size in {linear.in_features for linear in linears}
-    }
+    sizes = {linear.in_features for linear in linears}
+    inputs = {(rows, size): torch.ones(1, rows, size, dtype=dtype) for rows in counts for size in sizes}
 
     def products(kind: str, rows: int) -> None:
         for layer, linear in zip(kinds[kind], linears, strict=True):
