@@ -358,7 +358,7 @@ def _observation(values: Values) -> Observation:
 
 def _why_card() -> None:
     """Draw the card "Why is mine slow?": the output of an engine, pasted or dropped, and its diagnosis."""
-    kinds = ", ".join(dict.fromkeys(reader.title.partition(",")[0] for reader in READERS))
+    kinds = ", ".join(dict.fromkeys(title.partition(",")[0] for title in READERS))
     unfolding("Why is mine slow? Paste the output of your engine", "why-card")
     with gr.Column(elem_id="why-card", elem_classes="unfolded"):
         gr.Markdown(f"Reads: {kinds}.", elem_id="why-about")

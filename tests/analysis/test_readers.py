@@ -91,7 +91,7 @@ def test_every_sample_has_a_source_and_a_reader():
     names = {path.name for path in SAMPLES.iterdir()} - {"README.md"}
     assert all(name in sources or name.startswith(("llamacpp-", "vllm-cpu-")) for name in names)
     titles = {read_output_file(SAMPLES / name).source.split(",")[0] for name in names}
-    assert {reader.title.split(",")[0] for reader in READERS} <= titles
+    assert {title.split(",")[0] for title in READERS} <= titles
 
 
 @pytest.mark.parametrize("name", EXPECTED)

@@ -1,30 +1,43 @@
-"""Readers of engines' outputs by kind. Each is a class in this package and an entry of READERS."""
+"""Readers of engines' outputs by title. Each is a function in this package and an entry of READERS: it returns what an
+output contains, and None for an output of another kind. It raises ValueError, one line, for numbers that contradict
+each other.
+"""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from specdemo.analysis.observation import Observation
-from specdemo.analysis.readers.answers import PrometheusText, ServerAnswer
-from specdemo.analysis.readers.base import Output, OutputReader
-from specdemo.analysis.readers.benchmarks import AIPerf, BenchServe, GuideLLM, ServingTable
-from specdemo.analysis.readers.llama_cpp import LlamaCppLog, LlamaSpeculative
-from specdemo.analysis.readers.logs import SGLangLog, SGLangRequests, SGLangServerInfo, VLLMLog
+from specdemo.analysis.readers.answers import prometheus_text, server_answer
+from specdemo.analysis.readers.base import Output
+from specdemo.analysis.readers.benchmarks import aiperf, bench_serve, guidellm, serving_table
+from specdemo.analysis.readers.llama_cpp import llama_cpp_log, llama_speculative
+from specdemo.analysis.readers.logs import sglang_log, sglang_requests, sglang_server_info, vllm_log
 from specdemo.core.safe_io import FILE_BYTES, read_bytes
 
-# the first that knows an output reads it
-READERS: list[OutputReader] = [BenchServe(), ServingTable(), SGLangServerInfo(), GuideLLM(), AIPerf(), ServerAnswer()]
-READERS += [VLLMLog(), SGLangLog(), SGLangRequests(), LlamaSpeculative(), LlamaCppLog(), PrometheusText()]
+READERS: dict[str, Callable[[Output], Observation | None]] = {  # the first that knows an output reads it
+    "vllm bench serve, JSON": bench_serve,
+    "table of a serving benchmark": serving_table,
+    "SGLang server info": sglang_server_info,
+    "GuideLLM report, JSON": guidellm,
+    "AIPerf profile_export.jsonl": aiperf,
+    "answer of a server, JSON": server_answer,
+    "vLLM log": vllm_log,
+    "SGLang log": sglang_log,
+    "SGLang requests (meta_info)": sglang_requests,
+    "llama-speculative output": llama_speculative,
+    "llama.cpp log": llama_cpp_log,
+    "Prometheus text": prometheus_text,
+}
 
 
 def read_output(text: str, limits: int = FILE_BYTES) -> Observation:
     """Return what an engine's output contains. Raises ValueError, one line, for an unknown, too large or contradictory
     output."""
     output = Output(text, limits)
-    for reader in READERS:
-        observation = reader.read(output)
-        if observation is not None:
-            return observation
-    titles = "; ".join(reader.title for reader in READERS)
-    raise ValueError(f"this output is of no known kind. It may be: {titles}")
+    for title, read in READERS.items():
+        if observation := read(output):
+            return observation.changed(source=", ".join(filter(None, (title, observation.source))))
+    raise ValueError(f"this output is of no known kind. It may be: {'; '.join(READERS)}")
 
 
 def read_output_file(path: str | Path, limits: int = FILE_BYTES) -> Observation:

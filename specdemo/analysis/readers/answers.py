@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from specdemo.analysis.observation import Observation, values_of
-from specdemo.analysis.readers.base import Output, OutputReader, count, find_last, number, past_end, text_of
+from specdemo.analysis.readers.base import Output, count, find_last, number, past_end, text_of
 from specdemo.core.safe_io import JsonObject
 from specdemo.servers.counters import FIRST_TOKENS, Samples, ServerStats, below, delta, gauge, parse
 from specdemo.servers.engines import engines
@@ -25,29 +25,25 @@ SUMS = [
 ]
 
 
-class PrometheusText(OutputReader):
-    """Answer of a server's /metrics."""
-
-    title = "Prometheus text"
-
-    def read(self, output: Output) -> Observation | None:
-        plain, speed = None, _mean_speed(parse(output.text, frozenset(SUMS)))  # metrics without drafts are a baseline
-        for engine in engines():
-            names = {"batch_size": engine.running, "tokens_per_s": engine.speed}
-            samples = parse(output.text, engine.metrics | {*names.values()})
-            stats = engine.statistics({}, samples)
-            drafting = stats is not None and bool(stats.counters)
-            if drafting or samples:
-                values: JsonObject = {field: gauge(samples, name) for field, name in names.items()}
-                total = _over_engines(output.text, engine.speed)
-                values |= {"tokens_per_s": speed or total} if speed or total else {}
-                values |= values_of(stats) if stats else never_drafted("", output.text)
-                k = len(values.get("by_position", ())) or None
-                observation = Observation(engine=engine.name, source=f"{self.title}, {engine.title}", k=k, **values)
-                if drafting:
-                    return observation
-                plain = observation
-        return plain
+def prometheus_text(output: Output) -> Observation | None:
+    """Read the answer of a server's /metrics."""
+    plain, speed = None, _mean_speed(parse(output.text, frozenset(SUMS)))  # metrics without drafts are a baseline
+    for engine in engines():
+        names = {"batch_size": engine.running, "tokens_per_s": engine.speed}
+        samples = parse(output.text, engine.metrics | {*names.values()})
+        stats = engine.statistics({}, samples)
+        drafting = stats is not None and bool(stats.counters)
+        if drafting or samples:
+            values: JsonObject = {field: gauge(samples, name) for field, name in names.items()}
+            total = _over_engines(output.text, engine.speed)
+            values |= {"tokens_per_s": speed or total} if speed or total else {}
+            values |= values_of(stats) if stats else never_drafted("", output.text)
+            k = len(values.get("by_position", ())) or None
+            observation = Observation(engine=engine.name, source=engine.title, k=k, **values)
+            if drafting:
+                return observation
+            plain = observation
+    return plain
 
 
 def _over_engines(text: str, name: str) -> float | None:
@@ -81,40 +77,36 @@ EVAL = "eval_duration"  # in ns, in Ollama's answers
 PREDICTION = "Generated prediction: {"  # in the log of LM Studio
 
 
-class ServerAnswer(OutputReader):
-    """Answer of vLLM, SGLang, llama.cpp, LM Studio since 0.3.10, mlx-vlm, Ollama (also its stream) or an OpenAI-like
-    gateway."""
-
-    title = "answer of a server, JSON"
-
-    def read(self, output: Output) -> Observation | None:
-        data = output.json
-        if PREDICTION in output.text and not data:
-            data = _last_prediction(output)
-        if EVAL in output.text and not data:
-            data = output.parse(output.text.rstrip().rpartition("\n")[2])  # the end of a stream
-        if not isinstance(data, Mapping) or not {"usage", "stats", "timings", "metrics", "sglext", EVAL} & data.keys():
-            return None
-        answer = Observation(source=self.title, target=text_of(data.get("model")), tokens_per_s=_speed(data))
-        chunk = {str(name): value for name, value in data.items()}
-        for engine in engines():
-            stats = engine.acceptance(chunk)
-            if stats is None or "accepted" not in stats.counters:
-                continue
-            drafter, kind = text_of(below(data, "stats", "draft_model")), text_of(below(data, "timings", "draft_kind"))
-            counters, steps = stats.counters, stats.counters.get("steps")
-            drafted = (counters.get("drafted") or 0) + (counters.get("unverified") or 0)
-            k = count(below(data, "metrics", "speculative_decoding", "num_spec_tokens"))
-            return answer.changed(
-                engine=engine.name,
-                source=f"{self.title}, {engine.title}",
-                drafter=drafter,
-                method="draft_model" if drafter else kind,
-                k=k or (round(drafted / steps) if steps and counters.get("unverified") else None),
-                batch_size=1.0,
-                **_values(stats, _tokens(data), FIRST_TOKENS if not kind else 0.0),
-            )
-        return answer if answer.tokens_per_s else None
+def server_answer(output: Output) -> Observation | None:
+    """Read an answer of vLLM, SGLang, llama.cpp, LM Studio since 0.3.10, mlx-vlm, Ollama (also its stream) or an
+    OpenAI-like gateway."""
+    data = output.json
+    if PREDICTION in output.text and not data:
+        data = _last_prediction(output)
+    if EVAL in output.text and not data:
+        data = output.parse(output.text.rstrip().rpartition("\n")[2])  # the end of a stream
+    if not isinstance(data, Mapping) or not {"usage", "stats", "timings", "metrics", "sglext", EVAL} & data.keys():
+        return None
+    answer = Observation(target=text_of(data.get("model")), tokens_per_s=_speed(data))
+    chunk = {str(name): value for name, value in data.items()}
+    for engine in engines():
+        stats = engine.acceptance(chunk)
+        if stats is None or "accepted" not in stats.counters:
+            continue
+        drafter, kind = text_of(below(data, "stats", "draft_model")), text_of(below(data, "timings", "draft_kind"))
+        counters, steps = stats.counters, stats.counters.get("steps")
+        drafted = (counters.get("drafted") or 0) + (counters.get("unverified") or 0)
+        k = count(below(data, "metrics", "speculative_decoding", "num_spec_tokens"))
+        return answer.changed(
+            engine=engine.name,
+            source=engine.title,
+            drafter=drafter,
+            method="draft_model" if drafter else kind,
+            k=k or (round(drafted / steps) if steps and counters.get("unverified") else None),
+            batch_size=1.0,
+            **_values(stats, _tokens(data), FIRST_TOKENS if not kind else 0.0),
+        )
+    return answer if answer.tokens_per_s else None
 
 
 def _values(stats: ServerStats, tokens: float | None, share: float) -> JsonObject:

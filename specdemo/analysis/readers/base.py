@@ -1,19 +1,15 @@
-"""Base class of readers, and checked access to untrusted output. A new reader is a file in this package and a line in
-`specdemo.analysis.readers`.
-"""
+"""Checked access to the untrusted output of an engine, sums over its parts, and numbers in its text."""
 
 import json
 import re
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 from math import inf, isfinite
 from statistics import fmean, median
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
-from specdemo.analysis.observation import Observation
 from specdemo.analysis.parts import MAX_DRAFTED, READING, Part, contrast, trend
 from specdemo.core.safe_io import JsonObject, check_size
 from specdemo.servers.counters import FIRST_TOKENS, all_passes
@@ -55,17 +51,6 @@ class Output:
             end = self.text.find("\n", start)
             end = len(self.text) if end < 0 else end
             yield self.text[begin or max(start - LONGEST_LINE, 0) : min(end, start + LONGEST_LINE)]
-
-
-class OutputReader(ABC):
-    """Reader of one kind of output. title: name of the output."""
-
-    title: ClassVar[str]
-
-    @abstractmethod
-    def read(self, output: Output) -> Observation | None:
-        """Return what the output contains, None if it is of another kind. Raises ValueError, one line, if its numbers
-        contradict each other."""
 
 
 @dataclass(slots=True)

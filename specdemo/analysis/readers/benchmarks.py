@@ -10,7 +10,6 @@ from specdemo.analysis.observation import Observation
 from specdemo.analysis.readers.base import (
     IN_PART,
     Output,
-    OutputReader,
     OutputTotals,
     count,
     find_number,
@@ -36,56 +35,47 @@ RANDOM = re.compile(r"--dataset-name[ =]random\b|dataset_name='random")
 POSITION = re.compile(r"Position ([0-9]{1,3}): {1,40}([0-9.]{1,12})")
 
 
-class BenchServe(OutputReader):
-    """JSON of `vllm bench serve --save-result`."""
-
-    title = "vllm bench serve, JSON"
-
-    def read(self, output: Output) -> Observation | None:
-        return self.observe(output.json)
-
-    def observe(self, data: object) -> Observation | None:
-        """Return what the value of a JSON text contains."""
-        if not isinstance(data, Mapping) or "output_throughput" not in data or "mean_tpot_ms" not in data:
-            return None
-        if data.get("completed") == 0:
-            raise ValueError("no request of this benchmark succeeded; check the server's log and measure again")
-        shares = data.get("spec_decode_per_position_acceptance_rates")
-        rates = [number(share) or 0.0 for share in shares] if isinstance(shares, list) else []
-        totals = _totals([number(data.get(name)) for name in TABLE_TITLES], rates)
-        _add_gaps(totals, data)
-        dataset = text_of(data.get("dataset_name")) or text_of(data.get("dataset"))
-        return Observation(
-            engine="vllm",
-            source=self.title,
-            target=text_of(data.get("model_id")),
-            k=len(rates) or None,
-            **{"accepted_length": number(data.get("spec_decode_acceptance_length")), **totals.values()},
-            random_prompts=dataset.startswith("random") if dataset else None,
-        )
+def bench_serve(output: Output) -> Observation | None:
+    """Read the JSON of `vllm bench serve --save-result`."""
+    return serving_result(output.json)
 
 
-class ServingTable(OutputReader):
-    """Table printed by a serving benchmark, with the options that it prints first, or with the pasted command."""
+def serving_result(data: object) -> Observation | None:
+    """Return what the value of a JSON text of `vllm bench serve` contains, None for another one."""
+    if not isinstance(data, Mapping) or "output_throughput" not in data or "mean_tpot_ms" not in data:
+        return None
+    if data.get("completed") == 0:
+        raise ValueError("no request of this benchmark succeeded; check the server's log and measure again")
+    shares = data.get("spec_decode_per_position_acceptance_rates")
+    rates = [number(share) or 0.0 for share in shares] if isinstance(shares, list) else []
+    totals = _totals([number(data.get(name)) for name in TABLE_TITLES], rates)
+    _add_gaps(totals, data)
+    dataset = text_of(data.get("dataset_name")) or text_of(data.get("dataset"))
+    return Observation(
+        engine="vllm",
+        target=text_of(data.get("model_id")),
+        k=len(rates) or None,
+        **{"accepted_length": number(data.get("spec_decode_acceptance_length")), **totals.values()},
+        random_prompts=dataset.startswith("random") if dataset else None,
+    )
 
-    title = "table of a serving benchmark"
 
-    def read(self, output: Output) -> Observation | None:
-        if TABLE not in output.text:
-            return None
-        text = output.text
-        head, table = text.split(TABLE, 1)
-        length = find_number("Acceptance length:", table) or find_number("Accept length:", table)
-        shares = [float(share) / 100.0 for _, share in POSITION.findall(table)]
-        totals = _totals([find_number(f"{title}:", table) for title in TABLE_TITLES.values()], shares)
-        return Observation(
-            engine="sglang" if "sglang" in text.lower() else "vllm",
-            source=self.title,
-            **{"accepted_length": length, **totals.values()},
-            random_prompts=True if RANDOM.search(head) else None,
-            verified_in_part=True if IN_PART.search(head) else None,
-            k=_k(head),
-        )
+def serving_table(output: Output) -> Observation | None:
+    """Read the table of a serving benchmark, with the options that it prints first, or with the pasted command."""
+    if TABLE not in output.text:
+        return None
+    text = output.text
+    head, table = text.split(TABLE, 1)
+    length = find_number("Acceptance length:", table) or find_number("Accept length:", table)
+    shares = [float(share) / 100.0 for _, share in POSITION.findall(table)]
+    totals = _totals([find_number(f"{title}:", table) for title in TABLE_TITLES.values()], shares)
+    return Observation(
+        engine="sglang" if "sglang" in text.lower() else "vllm",
+        **{"accepted_length": length, **totals.values()},
+        random_prompts=True if RANDOM.search(head) else None,
+        verified_in_part=True if IN_PART.search(head) else None,
+        k=_k(head),
+    )
 
 
 def _totals(numbers: Sequence[float | None], shares: Sequence[float]) -> OutputTotals:
@@ -119,65 +109,57 @@ def _in_flight(throughput: float | None, tpot_ms: float | None, limit: float | N
     return max(min(throughput * tpot_ms / 1000.0, limit or float("inf")), 1.0)
 
 
-class GuideLLM(OutputReader):
-    """The first benchmark of a report. Its acceptance is that of vLLM's metrics per request, if they were sent."""
+def guidellm(output: Output) -> Observation | None:
+    """Read the first benchmark of a report. Its acceptance is that of vLLM's metrics per request, if they were sent."""
+    data = output.json
+    benchmarks = objects(below(data, "benchmarks"))
+    if not benchmarks or "metrics" not in benchmarks[0]:
+        return None
+    return guidellm_benchmark(data, benchmarks[0])
 
-    title = "GuideLLM report, JSON"
 
-    def read(self, output: Output) -> Observation | None:
-        data = output.json
-        benchmarks = objects(below(data, "benchmarks"))
-        if not benchmarks or "metrics" not in benchmarks[0]:
-            return None
-        return self.observe(data, benchmarks[0])
-
-    def observe(self, data: object, first: Mapping[str, object]) -> Observation:
-        """Return what one benchmark of a report contains."""
-        latency = number(below(first, "metrics", "inter_token_latency_ms", "successful", "mean"))
-        concurrency = number(below(first, "metrics", "request_concurrency", "successful", "mean"))
-        totals = OutputTotals(speeds=[1000.0 / latency] if latency else [], batches=[concurrency or 0.0])
-        for request in objects(below(first, "requests", "successful")):
-            drafts = next(found_below(request, "speculative_decoding"), {})
-            tokens = number(request.get("output_tokens"))
-            after_first = max(tokens - 1.0, 0.0) if tokens else None
-            _add_drafts(totals, drafts, after_first)
-        prompts = str(below(data, "args", "data"))[:2000]
-        return Observation(
-            engine="vllm" if totals.steps else "",
-            source=self.title,
-            target=text_of(below(data, "args", "model")) or text_of(below(first, "config", "backend", "model")),
-            k=totals.k or None,
-            random_prompts=True if "prompt_tokens" in prompts else None,  # synthetic data
-            **totals.values(),
-        )
+def guidellm_benchmark(data: object, first: Mapping[str, object]) -> Observation:
+    """Return what one benchmark of a report of GuideLLM contains."""
+    latency = number(below(first, "metrics", "inter_token_latency_ms", "successful", "mean"))
+    concurrency = number(below(first, "metrics", "request_concurrency", "successful", "mean"))
+    totals = OutputTotals(speeds=[1000.0 / latency] if latency else [], batches=[concurrency or 0.0])
+    for request in objects(below(first, "requests", "successful")):
+        drafts = next(found_below(request, "speculative_decoding"), {})
+        tokens = number(request.get("output_tokens"))
+        after_first = max(tokens - 1.0, 0.0) if tokens else None
+        _add_drafts(totals, drafts, after_first)
+    prompts = str(below(data, "args", "data"))[:2000]
+    return Observation(
+        engine="vllm" if totals.steps else "",
+        target=text_of(below(data, "args", "model")) or text_of(below(first, "config", "backend", "model")),
+        k=totals.k or None,
+        random_prompts=True if "prompt_tokens" in prompts else None,  # synthetic data
+        **totals.values(),
+    )
 
 
 RECORD = '"metrics"'
 
 
-class AIPerf(OutputReader):
-    """Records of AIPerf 0.13 and later, with --export-level records. Without acceptance it is a baseline."""
-
-    title = "AIPerf profile_export.jsonl"
-
-    def read(self, output: Output) -> Observation | None:
-        totals, engine, has_records = OutputTotals(), "", False
-        for line in output.text.splitlines():
-            record = output.parse(line) if line.startswith("{") and RECORD in line else None
-            if not isinstance(record, Mapping) or not {"metadata", "metrics"} <= record.keys():
-                continue
-            has_records = True
-            tokens = _metric(record, "output_sequence_length")
-            after_first = max(tokens - 1.0, 0.0) if tokens else None
-            speed = _metric(record, "output_token_throughput_per_user")
-            totals.add_time(after_first or 1.0, 1000.0 / speed * (after_first or 1.0) if speed else None)
-            drafts = record.get("spec_decode_acceptance")
-            if isinstance(drafts, Mapping):
-                engine = text_of(drafts.get("engine")) or engine
-                _add_drafts(totals, drafts, after_first)
-        if not has_records:
-            return None
-        return Observation(engine=engine, source=self.title, k=totals.k or None, **totals.values())
+def aiperf(output: Output) -> Observation | None:
+    """Read records of AIPerf 0.13 and later, with --export-level records. Without acceptance it is a baseline."""
+    totals, engine, has_records = OutputTotals(), "", False
+    for line in output.text.splitlines():
+        record = output.parse(line) if line.startswith("{") and RECORD in line else None
+        if not isinstance(record, Mapping) or not {"metadata", "metrics"} <= record.keys():
+            continue
+        has_records = True
+        tokens = _metric(record, "output_sequence_length")
+        after_first = max(tokens - 1.0, 0.0) if tokens else None
+        speed = _metric(record, "output_token_throughput_per_user")
+        totals.add_time(after_first or 1.0, 1000.0 / speed * (after_first or 1.0) if speed else None)
+        drafts = record.get("spec_decode_acceptance")
+        if isinstance(drafts, Mapping):
+            engine = text_of(drafts.get("engine")) or engine
+            _add_drafts(totals, drafts, after_first)
+    if not has_records:
+        return None
+    return Observation(engine=engine, k=totals.k or None, **totals.values())
 
 
 def _metric(record: Mapping[object, object], name: str) -> float | None:

@@ -11,7 +11,6 @@ from math import ceil
 from specdemo.analysis.observation import COMBINED, TOLERANCE, Observation
 from specdemo.analysis.readers.base import (
     Output,
-    OutputReader,
     OutputTotals,
     find_last,
     find_number,
@@ -34,50 +33,46 @@ P_MIN = r"(?:--spec-draft-p-min[ =]|--draft-p-min[ =]|\bp_min=)([01]\.[0-9]{1,9}
 SPEED = re.compile(r", {1,12}([0-9.]{1,12}) tokens per second\)")
 
 
-class LlamaCppLog(OutputReader):
-    """Log of `llama-server` or `llama-cli`, with or without speculation. The draft acceptance is logged per request."""
-
-    title = "llama.cpp log"
-
-    def read(self, output: Output) -> Observation | None:
-        text = output.text
-        if "eval time =" not in text or "tokens per second)" not in text:
-            return None
-        totals, positions = OutputTotals(batches=[1.0]), 0
-        waiting = dict[str, tuple[float, float]]()  # output tokens and tokens/s of a slot's request
-        for line in output.lines(" eval time =", "draft acceptance"):
-            slot, speed = find_last(r"\bid {1,4}([0-9]{1,4}) \|", line), SPEED.search(line)
-            if "draft acceptance" in line:
-                positions = max(positions, _add_request(totals, line, slot, *waiting.pop(slot, (0.0, 0.0))))
-            elif speed and "prompt eval" not in line:
-                _add_plain(totals, waiting.pop(slot, (0.0, 0.0))[0])
-                tokens = find_number("ms /", line) or 0.0
-                totals.add_time(tokens, find_number("eval time =", line))
-                waiting[slot] = tokens, float(speed[1])
-        for tokens, _ in waiting.values():
-            _add_plain(totals, tokens)
-        kinds, started = _kinds(output), _started(text)
-        totals.drafting_steps = totals.drafting_steps or sum(kind.drafts for kind in kinds.values())
-        totals.steps = max(totals.steps, totals.drafting_steps)
-        totals.positions = totals.positions or _positions([*kinds.values()], totals.drafting_steps)
-        drafter = find_last(r"loading draft model '([^'\n]{1,200})'", text)
-        names = [*kinds] or [*started] or _flagged(text)
-        totals.drafts_nothing = bool(totals.tokens and (names or drafter)) and not totals.drafted
-        k = _length(names, started, [int(length) for length in FLAG.findall(text)]) or positions
-        return Observation(
-            engine="llama-server",
-            source=self.title,
-            method="" if names == [UNNAMED] else COMBINED.join(names),
-            drafter=drafter,
-            k=k or _longest(kinds) or None,
-            k_inferred=True if kinds and not k else None,
-            threshold=float(find_last(P_MIN, text) or 0) or None,
-            draft_token_ms=_draft_token_ms([*kinds.values()]),
-            moe=_moe(text),
-            offloaded=_offloaded(text),
-            draft_cache=_draft_cache(text),
-            **totals.values(),
-        )
+def llama_cpp_log(output: Output) -> Observation | None:
+    """Read the log of `llama-server` or `llama-cli`, with or without speculation. It has the draft acceptance per
+    request."""
+    text = output.text
+    if "eval time =" not in text or "tokens per second)" not in text:
+        return None
+    totals, positions = OutputTotals(batches=[1.0]), 0
+    waiting = dict[str, tuple[float, float]]()  # output tokens and tokens/s of a slot's request
+    for line in output.lines(" eval time =", "draft acceptance"):
+        slot, speed = find_last(r"\bid {1,4}([0-9]{1,4}) \|", line), SPEED.search(line)
+        if "draft acceptance" in line:
+            positions = max(positions, _add_request(totals, line, slot, *waiting.pop(slot, (0.0, 0.0))))
+        elif speed and "prompt eval" not in line:
+            _add_plain(totals, waiting.pop(slot, (0.0, 0.0))[0])
+            tokens = find_number("ms /", line) or 0.0
+            totals.add_time(tokens, find_number("eval time =", line))
+            waiting[slot] = tokens, float(speed[1])
+    for tokens, _ in waiting.values():
+        _add_plain(totals, tokens)
+    kinds, started = _kinds(output), _started(text)
+    totals.drafting_steps = totals.drafting_steps or sum(kind.drafts for kind in kinds.values())
+    totals.steps = max(totals.steps, totals.drafting_steps)
+    totals.positions = totals.positions or _positions([*kinds.values()], totals.drafting_steps)
+    drafter = find_last(r"loading draft model '([^'\n]{1,200})'", text)
+    names = [*kinds] or [*started] or _flagged(text)
+    totals.drafts_nothing = bool(totals.tokens and (names or drafter)) and not totals.drafted
+    k = _length(names, started, [int(length) for length in FLAG.findall(text)]) or positions
+    return Observation(
+        engine="llama-server",
+        method="" if names == [UNNAMED] else COMBINED.join(names),
+        drafter=drafter,
+        k=k or _longest(kinds) or None,
+        k_inferred=True if kinds and not k else None,
+        threshold=float(find_last(P_MIN, text) or 0) or None,
+        draft_token_ms=_draft_token_ms([*kinds.values()]),
+        moe=_moe(text),
+        offloaded=_offloaded(text),
+        draft_cache=_draft_cache(text),
+        **totals.values(),
+    )
 
 
 UNNAMED = "draft model"
@@ -110,35 +105,30 @@ def _length(names: Sequence[str], started: Mapping[str, int], flags: Sequence[in
     return max(lengths, default=0) if len(names) > 1 else [0, *lengths][-1]
 
 
-class LlamaSpeculative(OutputReader):
-    """Output of `llama-speculative` and `llama-speculative-simple`, whose statistics cover one text. Every token of it
-    is the output of a step, also the first."""
-
-    title = "llama-speculative output"
-
-    def read(self, output: Output) -> Observation | None:
-        drafted, accepted, tokens, k = (
-            find_last(rf"\bn_{name} {{1,9}}= {{0,9}}([0-9]{{1,12}})\b", output.text)
-            for name in ("drafted", "accept", "predict", "draft")
-        )
-        if not (drafted and accepted and tokens):
-            return None
-        totals, kinds = OutputTotals(batches=[1.0]), [*_kinds(output).values()]
-        totals.add(float(drafted), float(accepted), 0.0, tokens=float(tokens))
-        seconds = find_last(r"\bdecoded {1,9}[0-9]{1,12} tokens in {1,9}([0-9.]{1,12}) seconds", output.text)
-        totals.add_time(float(tokens), 1000.0 * float(seconds or 0.0))
-        of_drafter = output.text.partition("draft:")[2].partition("target:")[0]
-        draft_ms = find_last(
-            r" eval time = {0,12}[0-9.]{1,12} ms / {1,12}[0-9]{1,12} runs.{0,9}\( {0,12}([0-9.]{1,12})", of_drafter
-        )
-        return Observation(
-            engine="llama-server",
-            source=self.title,
-            method=COMBINED.join(_kinds(output)) or "draft_model",
-            k=int(k or 0) or None,
-            draft_token_ms=_draft_token_ms(kinds) or float(draft_ms or 0.0) or None,
-            **totals.values(),
-        )
+def llama_speculative(output: Output) -> Observation | None:
+    """Read the output of `llama-speculative` and `llama-speculative-simple`, whose statistics cover one text. Every
+    token of it is the output of a step, also the first."""
+    drafted, accepted, tokens, k = (
+        find_last(rf"\bn_{name} {{1,9}}= {{0,9}}([0-9]{{1,12}})\b", output.text)
+        for name in ("drafted", "accept", "predict", "draft")
+    )
+    if not (drafted and accepted and tokens):
+        return None
+    totals, kinds = OutputTotals(batches=[1.0]), [*_kinds(output).values()]
+    totals.add(float(drafted), float(accepted), 0.0, tokens=float(tokens))
+    seconds = find_last(r"\bdecoded {1,9}[0-9]{1,12} tokens in {1,9}([0-9.]{1,12}) seconds", output.text)
+    totals.add_time(float(tokens), 1000.0 * float(seconds or 0.0))
+    of_drafter = output.text.partition("draft:")[2].partition("target:")[0]
+    draft_ms = find_last(
+        r" eval time = {0,12}[0-9.]{1,12} ms / {1,12}[0-9]{1,12} runs.{0,9}\( {0,12}([0-9.]{1,12})", of_drafter
+    )
+    return Observation(
+        engine="llama-server",
+        method=COMBINED.join(_kinds(output)) or "draft_model",
+        k=int(k or 0) or None,
+        draft_token_ms=_draft_token_ms(kinds) or float(draft_ms or 0.0) or None,
+        **totals.values(),
+    )
 
 
 def _add_request(totals: OutputTotals, line: str, slot: str, tokens: float, tokens_per_s: float) -> int:

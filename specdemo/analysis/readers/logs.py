@@ -18,7 +18,6 @@ from specdemo.analysis.readers.base import (
     LONGEST_LINE,
     EngineLoad,
     Output,
-    OutputReader,
     OutputTotals,
     find_last,
     find_number,
@@ -42,39 +41,34 @@ VLLM_ENGINES = r"\bdata_parallel_size'?[=:] {0,2}([0-9]{1,5})\b"
 RATES = re.compile(r"Per-position acceptance rate: ([0-9., ]{1,8000})")
 
 
-class VLLMLog(OutputReader):
-    """Log of a vLLM server with speculative decoding, of versions since 0.9."""
-
-    title = "vLLM log"
-
-    def read(self, output: Output) -> Observation | None:
-        if VLLM_MARK not in output.text and not ("Avg prompt throughput:" in output.text and LOAD in output.text):
-            return None
-        loads = loads_of(output.lines(LOAD), VLLM_ENGINE, LOAD, "Running:")
-        drafting = [*output.lines(VLLM_MARK)]
-        totals = OutputTotals(
-            speeds=speeds_of_all(loads), batches=[load.running / _aggregated(load) for load in loads], noun=READING
-        )
-        _add_readings(totals, output, loads)
-        _count_all_passes(totals, drafting, [load.tokens_per_s for load in loads])
-        lines, arguments = ("".join(output.lines(mark)) for mark in ("speculative_config=", "non-default args:"))
-        config = find_last(r"'speculative_config': (\{[^{}]{0,4000}\})", arguments)
-        cache = find_last(r"'kv_cache_dtype': '(\w{1,40})'", config) or find_last(r"kv_cache_dtype=(\w{1,40})", lines)
-        method = find_last(r"speculative_config=SpeculativeConfig\(method='([\w-]{1,60})'", lines)
-        visible = max([len({load.engine for load in loads}), *map(_aggregated, loads)])
-        totals.notes += _mixed(loads) or hidden_engines(find_last(VLLM_ENGINES, lines + arguments), visible)
-        totals.drafts_nothing = bool(method) and any(totals.speeds) and not drafting
-        return Observation(
-            engine="vllm",
-            source=self.title,
-            method=method,
-            drafter=find_last(r"SpeculativeConfig\([^()]{0,200}?model='([^']{1,200})'", lines),
-            target=find_last(r"with config: model='([^']{1,200})'", lines),
-            offloaded=True if sum("Preemptions:" in line for line in output.lines(LOAD)) > len(loads) / 2 else None,
-            draft_cache=quantised(cache),
-            verified_in_part=True if IN_PART.search(config) else None,
-            **totals.values(),
-        )
+def vllm_log(output: Output) -> Observation | None:
+    """Read the log of a vLLM server with speculative decoding, of versions since 0.9."""
+    if VLLM_MARK not in output.text and not ("Avg prompt throughput:" in output.text and LOAD in output.text):
+        return None
+    loads = loads_of(output.lines(LOAD), VLLM_ENGINE, LOAD, "Running:")
+    drafting = [*output.lines(VLLM_MARK)]
+    totals = OutputTotals(
+        speeds=speeds_of_all(loads), batches=[load.running / _aggregated(load) for load in loads], noun=READING
+    )
+    _add_readings(totals, output, loads)
+    _count_all_passes(totals, drafting, [load.tokens_per_s for load in loads])
+    lines, arguments = ("".join(output.lines(mark)) for mark in ("speculative_config=", "non-default args:"))
+    config = find_last(r"'speculative_config': (\{[^{}]{0,4000}\})", arguments)
+    cache = find_last(r"'kv_cache_dtype': '(\w{1,40})'", config) or find_last(r"kv_cache_dtype=(\w{1,40})", lines)
+    method = find_last(r"speculative_config=SpeculativeConfig\(method='([\w-]{1,60})'", lines)
+    visible = max([len({load.engine for load in loads}), *map(_aggregated, loads)])
+    totals.notes += _mixed(loads) or hidden_engines(find_last(VLLM_ENGINES, lines + arguments), visible)
+    totals.drafts_nothing = bool(method) and any(totals.speeds) and not drafting
+    return Observation(
+        engine="vllm",
+        method=method,
+        drafter=find_last(r"SpeculativeConfig\([^()]{0,200}?model='([^']{1,200})'", lines),
+        target=find_last(r"with config: model='([^']{1,200})'", lines),
+        offloaded=True if sum("Preemptions:" in line for line in output.lines(LOAD)) > len(loads) / 2 else None,
+        draft_cache=quantised(cache),
+        verified_in_part=True if IN_PART.search(config) else None,
+        **totals.values(),
+    )
 
 
 def _aggregated(load: EngineLoad) -> int:
@@ -136,13 +130,12 @@ SGLANG_ENGINE = re.compile(r"\bDP[0-9]{1,5}\b")
 INTERVAL = 40.0  # passes between two lines, the default of decode_log_interval
 
 
-def _sglang(source: str, value: Callable[[str], str], measured: Mapping[str, Any]) -> Observation:
+def _sglang(value: Callable[[str], str], measured: Mapping[str, Any]) -> Observation:
     """Return what SGLang's settings and measurements say. value: of a setting, an empty text if it is unknown."""
     steps, offload = value("speculative_num_steps"), value("cpu_offload_gb")
     values = {"drafted_per_step": _drafted(value)} | {name: n for name, n in measured.items() if n is not None}
     return Observation(
         engine="sglang",
-        source=source,
         method=value("speculative_algorithm"),
         drafter=value("speculative_draft_model_path"),
         target=value("model_path"),
@@ -164,33 +157,29 @@ def _setting(text: str, name: str) -> str:
     return find_last(rf"\b{name}='?((?!None\b)[^',()\s]{{1,200}})", text)
 
 
-class SGLangLog(OutputReader):
-    """Log of an SGLang server. Its accept rate is not read, because old versions count the bonus token in it."""
-
-    title = "SGLang log"
-
-    def read(self, output: Output) -> Observation | None:
-        if SGLANG_MARK not in output.text or "gen throughput" not in output.text:
-            return None
-        value = partial(_setting, "".join(output.lines("server_args=")))
-        lines = [*output.lines(SGLANG_MARK)]
-        loads = loads_of(lines, SGLANG_ENGINE, "gen throughput (token/s):", "#running-req:")
-        engines, interval = {load.engine for load in loads}, value("decode_log_interval")
-        passes, per_draft = float(interval) if interval.isdecimal() else INTERVAL, _drafted(value) or 1.0
-        totals = OutputTotals(noun=READING)
-        for line, load in zip(lines, loads, strict=True):
-            length, rows = find_number("accept len:", line) or 0.0, passes * (load.running or 1.0)
-            if length >= 1.0:
-                alone = {"tokens_per_s": load.tokens_per_s} if len(engines) == 1 else {"place": load.engine}
-                totals.add(per_draft * rows, (length - 1.0) * rows, rows, **alone)
-        measured = {
-            "accepted_length": 1.0 + totals.accepted / totals.steps if totals.steps else None,
-            "contrast": contrast(totals.parts, totals.noun),
-            "tokens_per_s": mean(speeds_of_all(_after_prefill(loads))),
-            "batch_size": mean(load.running for load in loads),
-            "notes": (*hidden_engines(value("dp_size"), len(engines)), *trend(totals.parts)),
-        }
-        return _sglang(self.title, value, measured)
+def sglang_log(output: Output) -> Observation | None:
+    """Read the log of an SGLang server without its accept rate, because old versions count the bonus token in it."""
+    if SGLANG_MARK not in output.text or "gen throughput" not in output.text:
+        return None
+    value = partial(_setting, "".join(output.lines("server_args=")))
+    lines = [*output.lines(SGLANG_MARK)]
+    loads = loads_of(lines, SGLANG_ENGINE, "gen throughput (token/s):", "#running-req:")
+    engines, interval = {load.engine for load in loads}, value("decode_log_interval")
+    passes, per_draft = float(interval) if interval.isdecimal() else INTERVAL, _drafted(value) or 1.0
+    totals = OutputTotals(noun=READING)
+    for line, load in zip(lines, loads, strict=True):
+        length, rows = find_number("accept len:", line) or 0.0, passes * (load.running or 1.0)
+        if length >= 1.0:
+            alone = {"tokens_per_s": load.tokens_per_s} if len(engines) == 1 else {"place": load.engine}
+            totals.add(per_draft * rows, (length - 1.0) * rows, rows, **alone)
+    measured = {
+        "accepted_length": 1.0 + totals.accepted / totals.steps if totals.steps else None,
+        "contrast": contrast(totals.parts, totals.noun),
+        "tokens_per_s": mean(speeds_of_all(_after_prefill(loads))),
+        "batch_size": mean(load.running for load in loads),
+        "notes": (*hidden_engines(value("dp_size"), len(engines)), *trend(totals.parts)),
+    }
+    return _sglang(value, measured)
 
 
 def _after_prefill(loads: Sequence[EngineLoad]) -> list[EngineLoad]:
@@ -200,31 +189,27 @@ def _after_prefill(loads: Sequence[EngineLoad]) -> list[EngineLoad]:
     return [load for index, load in enumerate(loads) if counts[load.engine] < 3 or first[load.engine] != index]
 
 
-class SGLangServerInfo(OutputReader):
-    """Answer of SGLang's /server_info or /get_server_info, with the state of every engine."""
+def sglang_server_info(output: Output) -> Observation | None:
+    """Read an answer of SGLang's /server_info or /get_server_info, with the state of every engine."""
+    data = output.json
+    if not isinstance(data, Mapping) or "internal_states" not in data:
+        return None
+    lengths, speeds = (
+        [number(state.get(name)) or 0.0 for state in objects(data["internal_states"])]
+        for name in ("avg_spec_accept_length", "last_gen_throughput")
+    )
 
-    title = "SGLang server info"
+    def value(name: str) -> str:
+        return "" if data.get(name) is None else text_of(str(data[name])[:200])
 
-    def read(self, output: Output) -> Observation | None:
-        data = output.json
-        if not isinstance(data, Mapping) or "internal_states" not in data:
-            return None
-        lengths, speeds = (
-            [number(state.get(name)) or 0.0 for state in objects(data["internal_states"])]
-            for name in ("avg_spec_accept_length", "last_gen_throughput")
-        )
-
-        def value(name: str) -> str:
-            return "" if data.get(name) is None else text_of(str(data[name])[:200])
-
-        pairs = [(length, speed) for length, speed in zip(lengths, speeds, strict=True) if length and speed]
-        passes = sum(speed / length for length, speed in pairs)
-        measured = {
-            "accepted_length": sum(speed for _, speed in pairs) / passes if passes else mean(lengths),
-            "tokens_per_s": sum(speeds) or None,
-            "notes": hidden_engines(value("dp_size"), len(speeds)),
-        }
-        return _sglang(self.title, value, measured)
+    pairs = [(length, speed) for length, speed in zip(lengths, speeds, strict=True) if length and speed]
+    passes = sum(speed / length for length, speed in pairs)
+    measured = {
+        "accepted_length": sum(speed for _, speed in pairs) / passes if passes else mean(lengths),
+        "tokens_per_s": sum(speeds) or None,
+        "notes": hidden_engines(value("dp_size"), len(speeds)),
+    }
+    return _sglang(value, measured)
 
 
 META = re.compile(r"['\"]meta_info['\"]: {0,4}\{")
@@ -234,27 +219,23 @@ ACCEPTED = "spec_num_correct_drafts", "spec_accept_token_num"  # names of newer 
 PROPOSED = "spec_num_proposed_drafts", "spec_draft_token_num"
 
 
-class SGLangRequests(OutputReader):
-    """Statistics of finished requests: `meta_info` in answers of SGLang's /generate, and in the lines `Finish:` of a
-    log with --log-requests. Without drafts they are a baseline."""
-
-    title = "SGLang requests (meta_info)"
-
-    def read(self, output: Output) -> Observation | None:
-        requests = dict[str, str]()  # the last answer of a stream has the numbers of all
-        matches = [*META.finditer(output.text)]
-        for match, after in zip_longest(matches, [request.start() for request in matches[1:]]):
-            text = output.text[match.end() : min(match.end() + LONGEST_LINE, after or len(output.text))]
-            if SECONDS in text and OUTPUT in text:
-                requests[find_last(REQUEST, text) or text] = text
-        if not requests:
-            return None
-        value, totals = partial(_setting, "".join(output.lines("server_args="))), OutputTotals()
-        per_draft = _drafted(value) or 0.0
-        for text in requests.values():
-            _add_request(totals, text, per_draft)
-        totals.notes.append("Tokens/s are of whole requests, with their prompts.")
-        return _sglang(self.title, value, totals.values())
+def sglang_requests(output: Output) -> Observation | None:
+    """Read statistics of finished requests: `meta_info` in answers of SGLang's /generate, and in the lines `Finish:` of
+    a log with --log-requests. Without drafts they are a baseline."""
+    requests = dict[str, str]()  # the last answer of a stream has the numbers of all
+    matches = [*META.finditer(output.text)]
+    for match, after in zip_longest(matches, [request.start() for request in matches[1:]]):
+        text = output.text[match.end() : min(match.end() + LONGEST_LINE, after or len(output.text))]
+        if SECONDS in text and OUTPUT in text:
+            requests[find_last(REQUEST, text) or text] = text
+    if not requests:
+        return None
+    value, totals = partial(_setting, "".join(output.lines("server_args="))), OutputTotals()
+    per_draft = _drafted(value) or 0.0
+    for text in requests.values():
+        _add_request(totals, text, per_draft)
+    totals.notes.append("Tokens/s are of whole requests, with their prompts.")
+    return _sglang(value, totals.values())
 
 
 def _add_request(totals: OutputTotals, text: str, per_draft: float) -> None:

@@ -16,7 +16,7 @@ from pydantic import Field, PlainSerializer
 from specdemo.analysis.observation import Observation
 from specdemo.analysis.readers import read_json_output
 from specdemo.analysis.readers.base import number, objects, text_of
-from specdemo.analysis.readers.benchmarks import BenchServe, GuideLLM
+from specdemo.analysis.readers.benchmarks import guidellm_benchmark, serving_result
 from specdemo.bench.base import Axis, Report, Stop, Suite
 from specdemo.bench.result import LATENCY, Result, Row
 from specdemo.core.estimate import Estimate, t_quantile
@@ -84,7 +84,7 @@ def _plain_points(file: Path) -> list[LoadPoint]:
 
 
 def _serve_points(data: object) -> Iterator[LoadPoint]:
-    observation = BenchServe().observe(data)
+    observation = serving_result(data)
     if observation is None or not isinstance(data, dict):
         return
     rate, most = number(data.get("request_rate")), number(data.get("max_concurrency"))
@@ -103,7 +103,7 @@ def _serve_points(data: object) -> Iterator[LoadPoint]:
 
 def _guidellm_points(data: object) -> Iterator[LoadPoint]:
     for benchmark in objects(below(data, "benchmarks")):
-        observation = GuideLLM().observe(data, benchmark)
+        observation = guidellm_benchmark(data, benchmark)
         strategy = below(benchmark, "config", "strategy")
         rate = number(below(strategy, "rate"))
         most = number(below(strategy, "max_concurrency")) or number(below(strategy, "streams"))
