@@ -52,13 +52,13 @@ def section(result: Result) -> str:
 
 
 def _check(result: Result) -> None:
-    cure = f"run python -m specdemo {COMMANDS.get(result.suite, COMMANDS['methods'])} in a checkout"
+    advice = f"run python -m specdemo {COMMANDS.get(result.suite, COMMANDS['methods'])} in a checkout"
     if result.suite != "models" and (result.suite, result.config.get("target")) != ("methods", "stories"):
-        raise ValueError(f"this is suite {result.suite} on {result.config.get('target')}; {cure}")
+        raise ValueError(f"this is suite {result.suite} on {result.config.get('target')}; {advice}")
     if result.suite == "methods" and {"prompts", "questions"} & {*result.config}:
-        raise ValueError(f"this result has custom prompts; {cure}")
+        raise ValueError(f"this result has custom prompts; {advice}")
     if result.repeats < THOROUGH or not result.environment.get("commit"):
-        raise ValueError(f"a recorded result needs a commit and at least {THOROUGH} repeats; {cure}")
+        raise ValueError(f"a recorded result needs a commit and at least {THOROUGH} repeats; {advice}")
 
 
 def _methods(result: Result) -> str:

@@ -24,12 +24,12 @@ sys.modules |= before
 from types import SimpleNamespace
 from specdemo.costs.profiles import profiles
 from specdemo.ui.page import build, preset
-from specdemo.ui.race import Visits
+from specdemo.ui.race import Races
 
 assert main(["presets", "--json"]) == 0
 build()
 visitor = SimpleNamespace(session_hash="a", query_params={})
-assert '"recorded":true' in Visits(preset("embedded-draft"), False).open_link(visitor, {})["view"]
+assert '"recorded":true' in Races(preset("embedded-draft"), False).open_link(visitor, {})["view"]
 assert main(["bench", "peers", "--pair", "8m"]) == 2
 assert main(["train", "stories-target", "--corpus", "."]) == 2
 assert "h100-sxm" in profiles()

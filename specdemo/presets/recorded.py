@@ -19,15 +19,15 @@ def save_trace(trace: RunTrace, out: str | Path) -> None:
 
 def load_trace(path: str | Path) -> RunTrace:
     """Read and check a stored trace. Raises ValueError with one line."""
-    cure = f"with {program()} run PRESET --out FILE"
+    advice = f"with {program()} run PRESET --out FILE"
     try:
         content = read_limited(path, FILE_BYTES)
     except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror or error}; record a trace {cure}") from None
+        raise ValueError(f"cannot read {path}: {error.strerror or error}; record a trace {advice}") from None
     try:
         return from_json(content)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}; record it again {cure}") from None
+        raise ValueError(f"{path}: {error}; record it again {advice}") from None
 
 
 def is_recorded(preset_id: str) -> bool:

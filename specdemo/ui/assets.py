@@ -105,7 +105,7 @@ def view(skeleton: str, *scripts: str, elem_id: str, value: str = "", later: boo
     return drawn
 
 
-def carded(page: bytes) -> bytes:
+def page_with_card(page: bytes) -> bytes:
     """Return the page with this project's preview card instead of Gradio's, and with its first style and a skeleton
     that the browser paints before Gradio's scripts, 0.5 MB, which follow it.
     """
@@ -117,7 +117,7 @@ def carded(page: bytes) -> bytes:
     return b"".join([LATER.sub(b"", head), card.encode(), end, start, *later, close, rest])
 
 
-def whole(scope: Scope, send: Send) -> Send:
+def compressor(scope: Scope, send: Send) -> Send:
     """Return what sends an answer: pages with the card, and pages and JSON compressed. Gradio compresses files only."""
     start: list[Message] = []  # first message of a page or of JSON
     body = bytearray()
@@ -140,7 +140,7 @@ def whole(scope: Scope, send: Send) -> Send:
 def compressed(body: bytes, scope: Scope, headers: MutableHeaders) -> bytes:
     """Return the body of an answer, compressed if the browser accepts that, and set the headers that depend on it."""
     kind, accepted = _kind(headers), re.findall(r"\w+", Headers(scope=scope).get("accept-encoding", ""))
-    body = carded(body) if kind == PAGE else body
+    body = page_with_card(body) if kind == PAGE else body
     if len(body) > SMALL and "br" in accepted:  # browsers accept it from this machine and over HTTPS
         body, headers["Content-Encoding"] = brotli.compress(body, quality=QUALITY[kind]), "br"
     elif len(body) > SMALL and "gzip" in accepted:

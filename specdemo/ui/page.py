@@ -37,7 +37,7 @@ from specdemo.presets.recorded import recorded
 from specdemo.ui import assets, controls, lab, security, space, sweep, tune, whatif
 from specdemo.ui.controls import Controls, wire_save, wire_share
 from specdemo.ui.job import ENGINE, QUIET, UPLOADED, Start, Store, named, stop_all, wire
-from specdemo.ui.race import Log, Visits, replayed
+from specdemo.ui.race import Log, Races, replayed
 from specdemo.ui.setup import changed
 
 PLACES = 200  # waiting calls
@@ -58,7 +58,7 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
         method(name)
     first = limits.fit(preset(start))
     store = Store()
-    visits = Visits(first, allow_any_model, store)
+    races = Races(first, allow_any_model, store)
     cache = security.WINDOW_S // 2, security.WINDOW_S
     page = security.Page(title=assets.TITLE, analytics_enabled=False, delete_cache=cache)
     with page:
@@ -66,7 +66,7 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
         # "menu" hides tabs that fit whenever it measures them before the page has its width
         with gr.Tabs(overflow_behavior="wrap"):
             with gr.Tab("Race", id="race"):
-                form = _race_tab(page, visits, first, allow_any_model)
+                form = _race_tab(page, races, first, allow_any_model)
                 # clicked by buttons of the result, in race.js; those of another tab exist only once it was opened
                 estimate_button = gr.Button("Estimate on an H100", elem_id="estimate")
                 search_button = gr.Button("Find what pays", elem_id="search")
@@ -74,7 +74,7 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
                 tune.draw(form, tab, search_button, store)
                 sweep.draw(page, form, tab, store)
             with gr.Tab("Other machines", id="machines") as tab:
-                whatif.draw(tab, estimate_button, whatif.Questions(visits.on_show, allow_any_model))
+                whatif.draw(tab, estimate_button, whatif.Questions(races.on_show, allow_any_model))
             with gr.Tab("How it works", id="how") as tab:
                 _figures()
                 with gr.Column(elem_classes="card"):
@@ -92,7 +92,7 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
     return page
 
 
-def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: bool) -> Controls:
+def _race_tab(page: gr.Blocks, races: Races, first: Preset, allow_any_model: bool) -> Controls:
     form = controls.draw(first, allow_any_model)
     view = assets.view("view.html", *assets.RACE, elem_id="view", lanes=len(first.lanes))
     with view:
@@ -104,42 +104,40 @@ def _race_tab(page: gr.Blocks, visits: Visits, first: Preset, allow_any_model: b
             copied: dict[str, Any] = {"buttons": ["copy"], "interactive": False}
             link = gr.Textbox(label="Link to this comparison", visible=False, info=where, elem_id="link", **copied)
             command = gr.Textbox(label="Command", info="Races it in a terminal", elem_id="command", **copied)
-            wire_save(gr.Button("Save trace", size="sm", elem_id="save-json"), visits.save)
+            wire_save(gr.Button("Save trace", size="sm", elem_id="save-json"), races.save)
     # clicked by the badge of a noisy run, in tiles.js, and at the end of a text that was cut, in lanes.js
     repeat, extend = gr.Button("Repeat", elem_id="repeat"), gr.Button("Continue", elem_id="extend")
     form.wire(page)
     run, again, row, message = (form.parts[name] for name in ("run", "continue", "follow", "message"))
     chosen, inputs = form.parts["setup"].submit, {"message": message}
     starts: list[Start] = [
-        ([run.click], visits.race, form.inputs),
-        ([again.click, message.submit], visits.next_turn, inputs),
-        ([repeat.click], visits.repeat, {}),
-        ([extend.click], visits.next_turn, {}),
+        ([run.click], races.race, form.inputs),
+        ([again.click, message.submit], races.next_turn, inputs),
+        ([repeat.click], races.repeat, {}),
+        ([extend.click], races.next_turn, {}),
     ]
     script, fold = assets.text("wait_for_link.js"), assets.text("share_panel.js")
-    for racing in wire(
-        visits, starts, {"view": view}, form.parts["stop"], [run, opened, again, repeat, extend], script
-    ):
-        named(racing.success, visits.offer, inputs, {"row": row, **inputs}, **QUIET)
-    named(share.click, visits.command, form.inputs, {"command": command}, **QUIET)
-    wire_share(share, visits.share, form.inputs, link)
+    for racing in wire(races, starts, {"view": view}, form.parts["stop"], [run, opened, again, repeat, extend], script):
+        named(racing.success, races.offer, inputs, {"row": row, **inputs}, **QUIET)
+    named(share.click, races.command, form.inputs, {"command": command}, **QUIET)
+    wire_share(share, races.share, form.inputs, link)
     share.click(None, None, None, js=fold.replace("FOLD", "toggle"), **QUIET)
     # those of a visitor: values that an event sets arrive later, maybe after Share was pressed
     edits = [part.input for part in form.inputs.values() if not isinstance(part, gr.State)]
     edits += [form.parts[name].click for name in ("add", "remove", *(f"task-{task}" for task in TASKS))]
     gr.on([*edits, chosen], None, None, None, js=fold.replace("FOLD", "remove"), **QUIET)
-    named(opened.upload, visits.open, {"file": opened}, {"view": view}, **UPLOADED)
-    _show_what_is_chosen(page, visits, form, view)
+    named(opened.upload, races.open, {"file": opened}, {"view": view}, **UPLOADED)
+    _show_what_is_chosen(page, races, form, view)
     return form
 
 
-def _show_what_is_chosen(page: gr.Blocks, visits: Visits, form: Controls, view: gr.HTML) -> None:
+def _show_what_is_chosen(page: gr.Blocks, races: Races, form: Controls, view: gr.HTML) -> None:
     """Connect the events that show the recorded race of a preset, or the comparison of a link."""
     shown = {**form.parts, "view": view}
-    linked = named(page.load, visits.open_link, form.drawn, shown, **QUIET)
-    chosen = named(form.parts["setup"].submit, visits.open_query, form.drawn, shown, data="query", **QUIET)
+    linked = named(page.load, races.open_link, form.drawn, shown, **QUIET)
+    chosen = named(form.parts["setup"].submit, races.open_query, form.drawn, shown, data="query", **QUIET)
     more = {"query": form.parts["more"], **form.drawn}
-    for event in (linked, chosen, named(form.parts["more"].input, visits.open_query, more, shown, **QUIET)):
+    for event in (linked, chosen, named(form.parts["more"].input, races.open_query, more, shown, **QUIET)):
         form.describe(event.then)
         form.offer(event.then)
         for after in (event.success, event.failure):  # which `then` leaves out; Run waits for it
@@ -237,7 +235,7 @@ def serve(
     page = build(start, allow_any_model)
     if zero_gpu():  # models must be in place before the first call; the first one shown is loaded last
         preload([*(p for p in limits.at_hand() if p.id != preset(start).id), preset(start)])
-    lifespan = security.outermost(partial(security.Door, names=names, most=space.bounds()))
+    lifespan = security.outermost(partial(security.RequestFilter, names=names, most=space.bounds()))
     page.launch(
         server_name=host,
         server_port=port,

@@ -183,7 +183,7 @@ def open_trace(path: str, bounds: int = FILE_BYTES) -> Log:
         raise ValueError(f"{error}; open a trace that specdemo saved") from None
 
 
-class Visits(Jobs[Log]):
+class Races(Jobs[Log]):
     """Events of the Race tab for all visitors."""
 
     def __init__(self, start: Preset, allow_any_model: bool, store: Store | None = None) -> None:

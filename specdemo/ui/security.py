@@ -52,7 +52,7 @@ PACKAGE = Path(__file__).parents[1]
 logger = logging.getLogger(__name__)
 
 
-class Door:
+class RequestFilter:
     """ASGI middleware around the whole server.
 
     It rejects requests for other host names and other paths, writes from other sites' pages, and bodies that are too
@@ -73,7 +73,7 @@ class Door:
             return
         started = False
 
-        send_whole = assets.whole(scope, send)
+        send_whole = assets.compressor(scope, send)
 
         async def answer(message: Message) -> None:
             nonlocal started

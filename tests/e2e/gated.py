@@ -88,7 +88,7 @@ def gated_tune(gates):
 
 
 def serve_gated(port, gates):
-    engine, trainer, open_link = Gated(gates), Trainer(), race.Visits.open_link
+    engine, trainer, open_link = Gated(gates), Trainer(), race.Races.open_link
 
     def open_when_warm(self, request, values):
         gates.warm.wait(60)
@@ -98,7 +98,7 @@ def serve_gated(port, gates):
     lab.recipes = trainer
     suites.suite = lab.suite = GatedBench(gates)
     Tune.run = gated_tune(gates)
-    race.Visits.open_link = open_when_warm
+    race.Races.open_link = open_when_warm
     server = page.serve(port=port, block=False)
     gates.up.set()
     server.block_thread()

@@ -10,7 +10,7 @@ from specdemo.engine import comparison
 from specdemo.engine.comparison import Comparison, Lane, Settings
 from specdemo.presets.drafters import all_published
 from specdemo.presets.files import Preset, load_presets, preset
-from specdemo.ui.race import Log, Visits
+from specdemo.ui.race import Log, Races
 from specdemo.ui.setup import changed, to_values
 from tests.ui.stand_ins import sync
 
@@ -23,7 +23,7 @@ def finished(log):
 
 def on_the_page(values=None):
     values = values or to_values(preset(ID)) | {"max_new_tokens": 4}
-    assert finished(Visits(preset(ID), False).race(values, None))
+    assert finished(Races(preset(ID), False).race(values, None))
 
 
 def over_the_api():

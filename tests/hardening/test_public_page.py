@@ -13,7 +13,7 @@ from specdemo.core.safe_io import PUBLIC_FILE_BYTES
 from specdemo.presets import limits
 from specdemo.presets.files import preset
 from specdemo.ui import race
-from specdemo.ui.race import Visits
+from specdemo.ui.race import Races
 from specdemo.ui.security import UPLOADS, policy
 from specdemo.ui.setup import changed, from_values, to_values
 from tests.hardening.public import visitors
@@ -141,7 +141,7 @@ def test_remember_is_off_for_every_request(public, monkeypatch):
     values = to_values(preset("embedded-draft")) | {"method-1": "suffix", "options-1": {"remember": True}}
     with pytest.raises(ValueError, match=line):
         from_values(values)
-    visits = Visits(preset("embedded-draft"), False)
+    visits = Races(preset("embedded-draft"), False)
     query = {"preset": "embedded-draft", "method": "suffix", "option.remember": "True"}
     chosen, refused = visits.read_query(query)
     assert not limits.shares(chosen) and ["remember" in note for note in refused] == [True]

@@ -23,7 +23,7 @@ from specdemo.models.ref import ModelRef
 from specdemo.models.shipped import SUMS, check_embedded, embedded_folder
 from specdemo.models.sources import locate
 from specdemo.presets.files import preset
-from specdemo.ui.race import Visits
+from specdemo.ui.race import Races
 from specdemo.ui.setup import about, to_values
 from tests.gguf_export import GGUFVocab, write_gguf
 from tests.models.fake_hub import serve
@@ -168,7 +168,7 @@ def test_a_preset_names_the_size_of_its_download_until_the_model_is_here(monkeyp
 def test_the_page_names_a_download_and_starts_it_when_run_is_pressed_again(monkeypatch, hub, reached):
     if not reached:
         monkeypatch.setattr("specdemo.models.sources.model_info", unreachable)
-    visits, values = Visits(preset("smollm2-edit"), False), to_values(preset("smollm2-edit"))
+    visits, values = Races(preset("smollm2-edit"), False), to_values(preset("smollm2-edit"))
     asked = visits.race(values, None)
     size = r"0\.\d MB" if reached else "98.4 MB"
     assert re.search(f"this run downloads smollm2 first: {size}; press Run again to download and run", asked.text)

@@ -26,7 +26,7 @@ from specdemo.servers.process import free_port
 from specdemo.ui import assets, race
 from specdemo.ui.assets import COMMENT, HERE
 from specdemo.ui.controls import DRAWN
-from specdemo.ui.race import Log, Visits
+from specdemo.ui.race import Log, Races
 from specdemo.ui.setup import key, to_values
 from specdemo.ui.views import Failed, Loading
 from tests.processes import run, start
@@ -46,7 +46,7 @@ names = {getattr(one, name, None) for one in built.blocks.values() for name in (
 assert not {*sys.argv[1:]} - names, {*sys.argv[1:]} - names
 assert drawn == [(True, "options", 1)] * 3, drawn
 visitor = SimpleNamespace(session_hash="a", request=None, query_params={})
-shown = page.Visits(page.preset("embedded-draft"), False).open_link(visitor, {})["view"]
+shown = page.Races(page.preset("embedded-draft"), False).open_link(visitor, {})["view"]
 sys.exit('"type":"end"' not in shown)
 """
     places = re.findall(r"^ *[\w\"-]+: \[\"([\w-]+)\", \"([\w-]+)\"\]", assets.text("address.js"), re.MULTILINE)
@@ -62,7 +62,7 @@ def test_no_folder_of_this_machine_leaves_the_page():
     trace.lanes[1].options["drafts"] = "/Users/ann/other.gguf, ngram"
     trace.notes.append(f"{target} has no flash attention")
     spec = preset("embedded-draft").model_copy(update={"target": ModelRef(target)})
-    log, visits = Log(spec=spec), Visits(preset("embedded-draft"), False)
+    log, visits = Log(spec=spec), Races(preset("embedded-draft"), False)
     visitor = SimpleNamespace(session_hash="a", request=None)
     log.add([Loading(0.5, f"loading {target}"), *replay(trace)])
     visits.keep(visitor, log)
@@ -108,7 +108,7 @@ runpy.run_path("app.py", run_name="__main__")
 
 def test_on_a_space_a_link_is_the_public_address(monkeypatch):
     monkeypatch.setenv("SPACE_ID", "someone/specdemo")
-    link = Visits(preset("embedded-draft"), False).share(to_values(preset("embedded-draft")))
+    link = Races(preset("embedded-draft"), False).share(to_values(preset("embedded-draft")))
     assert link == "https://huggingface.co/spaces/someone/specdemo?preset=embedded-draft"
 
 
@@ -122,7 +122,7 @@ def test_on_a_space_a_link_is_the_public_address(monkeypatch):
 def test_non_traces_are_rejected_in_one_line(tmp_path, content, message):
     path = tmp_path / "trace.json"
     path.write_bytes(content)
-    visits = Visits(preset("embedded-draft"), False)
+    visits = Races(preset("embedded-draft"), False)
     _, error = visits.open(SimpleNamespace(session_hash="a"), {"file": str(path)})["view"].splitlines()
     assert '"type":"error"' in error and message in error and json.loads(error)["file"]
 
@@ -150,7 +150,7 @@ class Session:
 def test_a_run_that_fails_while_loading_leaves_the_one_on_show_exportable(monkeypatch, late):
     session, visitor = Session(late), SimpleNamespace(session_hash="a", request=None)
     monkeypatch.setattr(race, "session", lambda: session)
-    visits, values = Visits(preset("embedded-draft"), False), to_values(preset("embedded-draft"))
+    visits, values = Races(preset("embedded-draft"), False), to_values(preset("embedded-draft"))
     list(played(visits, visits.race, visitor, values))
     before = visits.save(visitor)
     assert "no such file" in list(played(visits, visits.race, visitor, values))[-1]["view"]
@@ -167,7 +167,7 @@ def test_unstarted_run_does_not_block_presets(monkeypatch, before, shown):
     session, visitor = Session(0), SimpleNamespace(session_hash="a", request=None, query_params={})
     session.runs = 1 - before
     monkeypatch.setattr(race, "session", lambda: session)
-    visits, values = Visits(preset("embedded-draft"), False), to_values(preset("embedded-draft"))
+    visits, values = Races(preset("embedded-draft"), False), to_values(preset("embedded-draft"))
     visits.open_link(visitor, {})
     for _ in range(before + 1):
         last = list(played(visits, visits.race, visitor, values))[-1]["view"]
@@ -179,7 +179,7 @@ def test_unstarted_run_does_not_block_presets(monkeypatch, before, shown):
 def test_a_visitor_sees_recorded_races_until_there_is_one_of_their_own(monkeypatch):
     monkeypatch.setattr(race, "session", lambda: Session(0))
     visits, visitor = (
-        Visits(preset("embedded-draft"), False),
+        Races(preset("embedded-draft"), False),
         SimpleNamespace(session_hash="a", request=None, query_params={}),
     )
     first, other = visits.open_link(visitor, {})["view"], visits.select(visitor, "embedded-ngram")
@@ -204,7 +204,7 @@ def test_a_visitor_sees_recorded_races_until_there_is_one_of_their_own(monkeypat
 )
 def test_link_shows_only_a_matching_recorded_race(query, shown, notes):
     start = preset("embedded-draft")
-    visits = Visits(start, False)
+    visits = Races(start, False)
     visitor = SimpleNamespace(
         session_hash="a", request=None, query_params=dict(pair.split("=") for pair in query.split("&"))
     )
@@ -216,12 +216,12 @@ def test_link_shows_only_a_matching_recorded_race(query, shown, notes):
 
 
 def test_the_menu_of_all_presets_left_without_a_choice_changes_nothing():
-    visits, visitor = Visits(preset("embedded-draft"), False), SimpleNamespace(session_hash="a", request=None)
+    visits, visitor = Races(preset("embedded-draft"), False), SimpleNamespace(session_hash="a", request=None)
     assert visits.open_query(visitor, {"query": None}) == {}
 
 
 def test_a_page_keeps_its_preset_under_an_address_that_names_none():
-    visits = Visits(preset("embedded-ngram"), False)
+    visits = Races(preset("embedded-ngram"), False)
     visitor = SimpleNamespace(session_hash="a", request=None, query_params={"__theme": "dark", "view": "api"})
     assert '"preset":"embedded-ngram"' in visits.open_link(visitor, {})["view"]
     visitor.query_params = {"__theme": "dark", "seed": "5"}
@@ -247,7 +247,7 @@ class ChatSession:
 def test_a_chat_continues_from_the_baselines_answer(monkeypatch):
     session, visitor = ChatSession(), SimpleNamespace(session_hash="a", request=None)
     monkeypatch.setattr(race, "session", lambda: session)
-    visits = Visits(preset("embedded-draft"), False)
+    visits = Races(preset("embedded-draft"), False)
     assert "press Run first" in list(played(visits, visits.next_turn, visitor, {"message": "Why?"}))[-1]["view"]
     assert visits.offer(visitor, {"message": ""})["row"]["visible"] is False
     list(played(visits, visits.race, visitor, to_values(preset("embedded-draft"))))
@@ -298,7 +298,7 @@ def test_a_link_to_the_page_shows_the_projects_card_and_not_gradios():
     page = b"""<head><meta property="og:title" content="Gradio" />
     <meta
         name="twitter:image" content="https://elsewhere" /><title>x</title></head>"""
-    carded = assets.carded(page).decode()
+    carded = assets.page_with_card(page).decode()
     assert "Gradio" not in carded and "elsewhere" not in carded and "<title>x</title>" in carded
     assert f'<meta property="og:title" content="{assets.TITLE}">' in carded and 'rel="icon"' in carded
 
@@ -320,7 +320,7 @@ def client():
     app = Starlette(routes=[Route(f"/{route.__name__}", route) for route in (page, answer, short)])
 
     async def served(scope, receive, send):
-        await app(scope, receive, assets.whole(scope, send))
+        await app(scope, receive, assets.compressor(scope, send))
 
     return TestClient(served)
 
@@ -351,7 +351,7 @@ def test_a_browser_can_paint_the_skeleton_before_it_reads_a_script():
     """Scripts keep their order, and so do styles, whose last rule counts."""
     scripts, style = ("<script>first</script>", '<script src="s.js"></script>'), '<link rel="stylesheet" href="s.css">'
     head = f"{scripts[0]}\n{style}{scripts[1]}"
-    page = assets.carded(f"<head>{head}</head><body><gradio-app></gradio-app></body>".encode()).decode()
+    page = assets.page_with_card(f"<head>{head}</head><body><gradio-app></gradio-app></body>".encode()).decode()
     parts = style, "<style>", "</head>", "<gradio-app>", '<div id="skeleton"', *scripts, "</body>"
     places = [page.index(part) for part in parts]
     assert places == sorted(places) and all(page.count(part) == 1 for part in parts)

@@ -8,7 +8,7 @@ from starlette.responses import PlainTextResponse
 
 from specdemo.__main__ import main
 from specdemo.ui import page, security
-from specdemo.ui.security import Door, canonical, own_names, trust_proxies
+from specdemo.ui.security import RequestFilter, canonical, own_names, trust_proxies
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def status(names, host, local="127.0.0.1", path="/", root=""):
     headers = [] if host is None else [(b"host", host.encode())]
     scope = {"type": "http", "method": "GET", "headers": headers, "server": (local, 7860)}
     scope |= {"path": path, "root_path": root}
-    asyncio.run(Door(PlainTextResponse("the page"), names, most=0)(scope, None, send))
+    asyncio.run(RequestFilter(PlainTextResponse("the page"), names, most=0)(scope, None, send))
     return sent[0]["status"]
 
 

@@ -20,7 +20,7 @@ from specdemo.presets.files import load_presets, preset
 from specdemo.presets.recorded import recorded
 from specdemo.ui import race, setup, space, sweep
 from specdemo.ui.page import build
-from specdemo.ui.race import Log, Visits, replayed
+from specdemo.ui.race import Log, Races, replayed
 from specdemo.ui.setup import changed
 from tests import processes
 from tests.traces import hostile_trace
@@ -171,7 +171,7 @@ def test_a_run_ends_before_the_gpu_is_taken_away_whatever_the_weights_took(zero_
 @pytest.fixture
 def public(monkeypatch):
     monkeypatch.setenv("SPECDEMO_PUBLIC", "1")
-    return Visits(limits.fit(preset("embedded-draft")), False)
+    return Races(limits.fit(preset("embedded-draft")), False)
 
 
 def raced(changes):

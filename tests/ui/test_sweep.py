@@ -22,7 +22,7 @@ from specdemo.presets.files import preset
 from specdemo.ui import controls, lab, model_menus, sweep
 from specdemo.ui.lab import Lab, Training, train
 from specdemo.ui.lab import begin as begin_test
-from specdemo.ui.race import Visits
+from specdemo.ui.race import Races
 from specdemo.ui.setup import to_values
 from specdemo.ui.sweep import OF_RACE, RACE, Sweeps, begin, restore, result_line
 from specdemo.ui.tune import begin as begin_tune
@@ -224,7 +224,7 @@ def test_a_link_fills_the_controls_and_runs_nothing(bench):
 
 def test_race_and_sweep_links_are_independent():
     assert restore(visit("preset=embedded-draft&k=7"), {}) == {}
-    assert Visits(preset("embedded-draft"), False).open_link(visit("sweep=k&repeats=2"), {}) == {}
+    assert Races(preset("embedded-draft"), False).open_link(visit("sweep=k&repeats=2"), {}) == {}
 
 
 def test_a_hostile_link_leaves_notes():

@@ -11,7 +11,7 @@ from specdemo.presets.files import DEFAULT, load_presets, preset
 from specdemo.presets.link import OWN
 from specdemo.presets.recorded import recorded
 from specdemo.ui import model_menus, whatif
-from specdemo.ui.race import Log, Visits, replayed
+from specdemo.ui.race import Log, Races, replayed
 from specdemo.ui.whatif import (
     PUBLISHED,
     Questions,
@@ -184,7 +184,7 @@ def test_sentence_names_bottleneck_and_better_k():
 
 
 def test_the_race_of_a_visitor_is_on_show_once_it_has_ended():
-    visits = Visits(load_presets()[DEFAULT], False)
+    visits = Races(load_presets()[DEFAULT], False)
     assert visits.on_show(VISITOR) is None
     visits.keep(VISITOR, Log())
     assert visits.on_show(VISITOR) is None
