@@ -31,7 +31,6 @@ MethodOptions = Mapping[str, Any]  # all options of a method: name -> value
 # the drafter (None: the target contains it), k, options -> flags
 EngineArgs = Callable[[str | None, int, MethodOptions], Flags]
 
-knob = setting  # its name in plug-ins for earlier versions
 BASELINE = "none"  # lane 0 of every comparison
 SYNTHETIC = "synthetic"  # wraps others and is not wrapped: its drafts are judged by a rule of its own
 
