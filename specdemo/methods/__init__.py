@@ -158,7 +158,7 @@ def build_drafter(name: str, target: "Target", model: object, options: BaseOptio
         drafter = cls(target, model, options)
     _check_taps(drafter, target)
     if p_min := getattr(options, "p_min", 0.0):
-        from specdemo.methods.confident import Confident
+        from specdemo.methods.wrapper import Confident
 
         return Confident(drafter, p_min)
     return drafter

@@ -2,16 +2,21 @@
 
 At every step `choose` says who drafts and how long, from what earlier steps measured. Methods differ in this function,
 and in what they `learn` from a step.
+
+The option `p_min` is such a choice, too: drafts end before a token of which the drafter is not sure, as in llama.cpp.
+Whether a token is left out depends on the distribution that it was drawn from, not on the token, so that rejection
+sampling stays exact.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Generator
 
 from specdemo.core.protocol import Budget, Progress
 from specdemo.core.sampling import Sampling
-from specdemo.core.tree import Draft
+from specdemo.core.tree import ABSENT, Draft, chain_parents, is_chain, select_nodes
 from specdemo.methods.base import Method
 from specdemo.methods.measurements import StepOutcome, acceptance_per_row
 
@@ -95,3 +100,45 @@ class Wrapper(Method):
     def release(self) -> None:
         for drafter in self.drafters:
             drafter.release()
+
+
+class Confident(Wrapper):
+    """A drafter whose drafts end before the first token below `p_min`."""
+
+    def __init__(self, drafter: Method, p_min: float) -> None:
+        super().__init__(drafter)
+        self._p_min = p_min
+
+    def choose(self, budget: Budget) -> Choice:
+        """Draft until no row is sure of its last token."""
+
+        def unsure(top_probs: list[float]) -> bool:
+            return max(top_probs) < self._p_min or bool(budget.enough and budget.enough(top_probs))
+
+        return Choice(0, replace(budget, enough=unsure))
+
+    def propose(self, budget: Budget) -> Draft:
+        """Draft without the tokens below `p_min`. Notes: unverified, their number per row."""
+        return _confident_part(super().propose(budget), self._p_min)
+
+
+def _confident_part(draft: Draft, p_min: float) -> Draft:
+    """Return a draft without the nodes below `p_min`, and without what follows them."""
+    sure = draft.confidence if draft.probs is None else draft.probs.amax(-1)
+    if sure is None or not draft.nodes:
+        return draft
+    present = draft.tokens != ABSENT
+    kept = present & ~(sure < p_min)  # one that is not a number stays, so that the loop reports it
+    if is_chain(draft.parents):
+        kept = kept.int().cumprod(1).bool()
+    else:
+        reached = torch.cat([kept.new_ones(len(kept), 1), kept], 1)  # of every slot
+        for node in range(draft.nodes):
+            reached[:, node + 1] &= reached.gather(1, draft.parents[:, node : node + 1])[:, 0]
+        kept = reached[:, 1:]
+    notes = {**draft.notes, "unverified": float((present & ~kept).sum()) / len(kept)}
+    index = kept.any(0).nonzero()[:, 0].expand(len(kept), -1)  # nodes that are kept in some row
+    selection = select_nodes(replace(draft, tokens=draft.tokens.masked_fill(~kept, ABSENT), notes=notes), index)
+    if is_chain(draft.parents):
+        selection = replace(selection, parents=chain_parents(*selection.tokens.shape, index.device))
+    return selection

@@ -14,7 +14,7 @@ from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.rules import accept_rule
 from specdemo.core.sampling import Sampling
 from specdemo.methods import METHODS, method
-from specdemo.methods.confident import Confident
+from specdemo.methods.wrapper import Confident
 from specdemo.models.toy import ToyTarget
 from tests.generation import output
 

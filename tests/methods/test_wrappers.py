@@ -11,9 +11,9 @@ from specdemo.core.sampling import Sampling
 from specdemo.core.tree import ABSENT
 from specdemo.engine.loop import generate
 from specdemo.methods import METHODS, load_drafter, method
-from specdemo.methods.confident import Confident
 from specdemo.methods.heads.head import Head
 from specdemo.methods.online import MIN_COLUMNS, WINDOW
+from specdemo.methods.wrapper import Confident
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
 from tests.engine.test_loop import Oracle
