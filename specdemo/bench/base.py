@@ -15,7 +15,6 @@ from specdemo.core.suggest import DEVICES
 from specdemo.presets.files import DEFAULT, Preset, preset
 from specdemo.presets.limits import LIMITS
 
-Progress = Callable[[float, str], None]  # fraction done 0..1, current activity
 SoFar = Callable[[], Result]
 Stop = Callable[[], bool]  # returns True to stop
 

@@ -12,7 +12,6 @@ from statistics import fmean
 import torch
 from transformers import PreTrainedModel
 
-from specdemo.bench.base import Progress
 from specdemo.bench.random_models import DRAFT_SHAPES, random_model
 from specdemo.bench.report import table
 from specdemo.core.protocol import Budget, GenerationConfig, Target
@@ -27,7 +26,7 @@ from specdemo.models.devices import DTYPES, device_kind, pick_device, pick_dtype
 from specdemo.models.fused import fuse_layers
 from specdemo.models.machine import clock, commit, device_name, versions
 from specdemo.models.pass_cost import pass_times
-from specdemo.models.sources import no_progress
+from specdemo.models.sources import LoadProgress, no_progress
 from specdemo.models.target import HFTarget
 
 REPEATS = 8
@@ -170,7 +169,7 @@ def slug(title: str) -> str:
 
 
 @torch.no_grad()
-def measure_profile(device: str = "auto", name: str | None = None, report: Progress = no_progress) -> Profile:
+def measure_profile(device: str = "auto", name: str | None = None, report: LoadProgress = no_progress) -> Profile:
     """Measure this machine in about a minute. name: of the profile. Raise ValueError with one line."""
     where = pick_device(device)
     if name is not None and not re.fullmatch(NAME, name):
@@ -195,7 +194,7 @@ def measure_profile(device: str = "auto", name: str | None = None, report: Progr
     return Profile.model_validate(profile.model_dump() | more)
 
 
-def _parts(report: Progress, total: int) -> Callable[[str], None]:
+def _parts(report: LoadProgress, total: int) -> Callable[[str], None]:
     """Return a function that reports the start of the next of `total` parts."""
     done = count()
     return lambda what: report(min(1.0, next(done) / total), what)

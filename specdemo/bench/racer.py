@@ -9,7 +9,7 @@ from itertools import pairwise
 from math import inf
 from types import MappingProxyType
 
-from specdemo.bench.base import Progress, Stop
+from specdemo.bench.base import Stop
 from specdemo.bench.candidates import FIRST, race_link, settings_to_copy, with_lengths
 from specdemo.bench.replay import replayed_speed
 from specdemo.bench.report import sentence
@@ -28,6 +28,7 @@ from specdemo.methods.facts import PARALLEL
 from specdemo.models.errors import Cancelled
 from specdemo.models.local_models import DrafterFit
 from specdemo.models.pass_cost import checking_note, measure_passes
+from specdemo.models.sources import LoadProgress
 from specdemo.presets.files import Preset
 from specdemo.presets.pair import LOOKUPS
 from specdemo.presets.serve import Program, Served, served
@@ -85,7 +86,7 @@ class Racer:
         """Begin one of the stages."""
         self._begun[stage] = time.monotonic()
 
-    def load(self, report: Progress) -> None:
+    def load(self, report: LoadProgress) -> None:
         """Load the target, and keep the threads that were chosen for it. Raises ValueError with one line, and Cancelled
         if it was stopped, as `usable` does."""
         self.begin(LOADING)
@@ -312,7 +313,7 @@ class ServerRacer(Racer):
         self.serve = self._start if program else lambda name: True
         self.engine = program.engine.name if program else ""
 
-    def load(self, report: Progress) -> None:
+    def load(self, report: LoadProgress) -> None:
         self.begin(LOADING)
         self.tick = lambda what="": report(0.0, what)
         address = self._servers[0] if self._servers else f"http://127.0.0.1:{free_port()}"

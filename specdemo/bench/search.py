@@ -21,6 +21,7 @@ from typing import Any
 from specdemo.core.estimate import MIN_RUNS, Estimate, over_kinds, over_runs
 from specdemo.costs.step import CostModel
 from specdemo.models.errors import Cancelled
+from specdemo.models.sources import LoadProgress, no_progress
 
 NEAR, DOUBT = 0.95, 0.3  # known speed of a candidate, in what it may be at most: NEAR - DOUBT / number of prompts
 RIVALS = 2  # candidates in a race besides the best ones
@@ -43,7 +44,6 @@ class Sample:
 
 # prompt, candidates -> those that worked, and predictions
 Measure = Callable[[str, Sequence[str]], Mapping[str, Sample]]
-Progress = Callable[[float, str], None]
 
 
 @dataclass(slots=True)
@@ -123,7 +123,7 @@ class Search:
     families: Mapping[str, Sequence[str]]
     measure: Measure
     seconds: float
-    report: Progress = lambda share, what: None
+    report: LoadProgress = no_progress
     now: Callable[[], float] = time.monotonic
     serve: Callable[[str], bool] | None = None
     only: Mapping[str, Sequence[str]] | None = None

@@ -28,6 +28,7 @@ from specdemo.engine.loop import generate, warm_up
 from specdemo.methods import BASELINE, build_drafter, load_drafter, method
 from specdemo.methods.base import Method
 from specdemo.models.devices import device_kind
+from specdemo.models.errors import typed_line
 from specdemo.models.grammar import compile_grammar
 from specdemo.models.machine import EnergyMeter
 from specdemo.models.prefix_reuse import PrefixCachedLlamaCpp, PrefixCachedTarget, prefix_cached
@@ -50,8 +51,7 @@ def reason(error: Exception) -> str:
     if line and isinstance(error, RuntimeError | ValueError):
         return line
     *_, (frame, number) = walk_tb(error.__traceback__)
-    text = f"{type(error).__name__}: {line}" if line else type(error).__name__
-    return f"{text} ({Path(frame.f_code.co_filename).name}:{number})"
+    return f"{typed_line(error)} ({Path(frame.f_code.co_filename).name}:{number})"
 
 
 def clear_traceback(error: BaseException | None) -> None:

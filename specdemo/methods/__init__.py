@@ -17,7 +17,7 @@ from specdemo.core.signals import SIGNAL_EXIT_CODE
 from specdemo.core.suggest import program, suggest
 from specdemo.methods.facts import FACTS, MODELS
 from specdemo.methods.facts import Facts as Facts
-from specdemo.models.errors import checkpoint_errors
+from specdemo.models.errors import checkpoint_errors, typed_line
 from specdemo.models.ref import ModelRef
 from specdemo.models.sources import cached_folder
 
@@ -78,15 +78,9 @@ def _plug_in(name: str) -> "type[Method] | str":
     except BaseException as error:  # a module may raise anything, SystemExit included
         if isinstance(error, SystemExit) and error.code == SIGNAL_EXIT_CODE + signal.SIGTERM:
             raise  # this process was terminated (core/signals.py), not the module
-        why = f"cannot be imported ({_brief(error)}); fix or uninstall it"
+        why = f"cannot be imported ({typed_line(error)}); fix or uninstall it"
         return f"method {name!r} of another package {why}"
     return cls
-
-
-def _brief(error: BaseException) -> str:
-    """Return the type and the first line of an error, short enough for one line."""
-    line = " ".join(str(error).partition("\n")[0].split())
-    return f"{type(error).__name__}: {line[:200]}" if line else type(error).__name__
 
 
 def unusable() -> dict[str, str]:
@@ -199,7 +193,7 @@ def detect_method(checkpoint: "Checkpoint") -> str:
         except Exception as error:
             if name in BUILT_IN:
                 raise
-            failed += f"; method {name!r} of another package failed on it ({_brief(error)})"
+            failed += f"; method {name!r} of another package failed on it ({typed_line(error)})"
     sample = ", ".join(list(checkpoint.tensors)[:3]) or "nowhere"
     raise ValueError(f"{checkpoint.name} is no speculator known here; its tensors begin {sample}{failed}")
 

@@ -35,6 +35,12 @@ def first_line(error: BaseException) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), "") or type(error).__name__
 
 
+def typed_line(error: BaseException) -> str:
+    """Return the type and the first line of an error, short enough for one line."""
+    line = " ".join(str(error).partition("\n")[0].split()).encode("utf-8", "replace").decode()
+    return f"{type(error).__name__}: {line[:200]}" if line else type(error).__name__
+
+
 @contextmanager
 def hub_errors(name: str) -> Iterator[None]:
     """Translate errors of the hub's client. Raises `Unreachable` where the hub does not answer."""

@@ -26,6 +26,7 @@ import gradio as gr
 from specdemo.core.atomic_io import json_text
 from specdemo.engine.messages import Note
 from specdemo.engine.session import session
+from specdemo.models.errors import first_line
 from specdemo.ui import space
 from specdemo.ui.views import Failed, Loading, view
 
@@ -144,7 +145,7 @@ def reason(error: Exception) -> str:
     if isinstance(error, ValueError):
         return str(error)
     logger.error("the run failed", exc_info=error)
-    return f"the run failed: {str(error).partition(chr(10))[0] or type(error).__name__}"
+    return f"the run failed: {first_line(error)}"
 
 
 def with_engine_lock(work: Work) -> Work:
