@@ -94,10 +94,11 @@ def check_metric():
 
 def check_suite():
     from specdemo.bench.suites import Sweep, suites, swept
+    from specdemo.presets.link import changed_by_query
 
     assert list(suites())[-1] == "openings" and swept()["openings"].title == "Prompt by prompt"
     assert "--repeats" in printed("bench", "openings", "--help")
-    sweep, ignored = Sweep().from_query("sweep=openings&preset=embedded-ngram&repeats=1&new_tokens=8")
+    sweep, ignored = changed_by_query(Sweep(), "sweep=openings&preset=embedded-ngram&repeats=1&new_tokens=8")
     suite = sweep.suite().model_copy(update={"prompts": ["Once upon a time", "The dog saw a cat"]})
     result = suite.run(lambda *progress: None, lambda: False)
     assert not ignored and [row["prompt"] for row in result.rows] == [1, 1, 2, 2]

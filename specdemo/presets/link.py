@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
-from typing import Self, TypeVar
+from typing import TypeVar
 from urllib.parse import parse_qsl, urlencode
 
 from specdemo.core.atomic_io import json_text
@@ -41,17 +41,11 @@ HASHED = re.compile(r"(.+)@([0-9a-f]{12})")  # name of a model in files, and its
 Linkable = TypeVar("Linkable", bound=Settings)
 
 
-class Linked(Settings):
-    """Settings that a link contains completely, by name."""
-
-    def to_query(self) -> str:
-        """Return a query string: `sweep=k&preset=embedded-draft&repeats=3&new_tokens=96`."""
-        return urlencode(self.model_dump())
-
-    def from_query(self, query: Mapping[str, object] | str) -> tuple[Self, list[str]]:
-        """Return the settings with the values of a link, and a note for every part that was ignored. Never raises."""
-        link = _Link(*_pairs(query), {})
-        return link.change(self, settings(type(self))), link.all_notes()
+def changed_by_query(base: Linkable, query: Mapping[str, object] | str) -> tuple[Linkable, list[str]]:
+    """Return settings with the values of a link that names them as they are, `sweep=k&preset=embedded-draft&repeats=3`,
+    and a note for every part that was ignored. Never raises."""
+    link = _Link(*_pairs(query), {})
+    return link.change(base, settings(type(base))), link.all_notes()
 
 
 def to_query(preset: Preset, base: Preset) -> str:

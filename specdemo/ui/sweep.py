@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import urlencode
 
 import gradio as gr
 
@@ -27,7 +28,7 @@ from specdemo.engine.comparison import lane_names
 from specdemo.models.ref import ModelRef
 from specdemo.presets import limits
 from specdemo.presets.files import Preset, load_presets, preset
-from specdemo.presets.link import is_sweep
+from specdemo.presets.link import changed_by_query, is_sweep
 from specdemo.ui import assets, space
 from specdemo.ui.controls import Controls, address, look, wire_save, wire_share
 from specdemo.ui.job import (
@@ -261,14 +262,14 @@ def share(values: Values) -> str:
     """Return the link to a sweep. Raises ValueError with one line."""
     if values["preset"] == RACE:
         raise ValueError("a link to a sweep names a preset; choose one in place of the race")
-    return address(Sweep().changed(**values).to_query())
+    return address(urlencode(Sweep().changed(**values).model_dump()))
 
 
 def restore(request: gr.Request, _: Values) -> Values:
     """Return the controls of a link to a sweep, and a text with what was ignored. Nothing runs."""
     if not is_sweep(request.query_params):
         return {}
-    sweep, refused = Sweep().from_query(request.query_params)
+    sweep, refused = changed_by_query(Sweep(), request.query_params)
     notes = opening() + "".join(to_line({"type": "note", "text": text}) for text in refused)
     return {**sweep.model_dump(), "view": notes}
 

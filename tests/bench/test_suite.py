@@ -46,7 +46,7 @@ from specdemo.models.ref import ModelRef
 from specdemo.models.target import HFTarget
 from specdemo.models.toy import ToyTarget
 from specdemo.presets.files import load_presets, preset
-from specdemo.presets.link import OWN
+from specdemo.presets.link import OWN, changed_by_query
 
 SHORT = {"new_tokens": 12, "prompts": ["Once upon a time"]}
 
@@ -433,7 +433,7 @@ def test_a_suite_in_the_list_is_in_the_command_line_the_page_and_its_links(with_
     assert main(["bench", "coin", "--gpus", "2"]) == 2
     assert "No such option: --gpus" in capsys.readouterr().err
     assert registry.swept()["coin"].title == "Coin"
-    linked, refused = Sweep().from_query("sweep=coin&repeats=4")
+    linked, refused = changed_by_query(Sweep(), "sweep=coin&repeats=4")
     assert (linked.suite(), refused) == (Coin(repeats=4, new_tokens=96), [])
 
 

@@ -11,11 +11,10 @@ from typing import Annotated
 from pydantic import AfterValidator
 
 from specdemo.bench.base import Suite
-from specdemo.core.settings import setting
+from specdemo.core.settings import Settings, setting
 from specdemo.core.suggest import suggest
 from specdemo.presets.files import DEFAULT, of_checkout, preset
 from specdemo.presets.limits import LIMITS
-from specdemo.presets.link import Linked
 
 # in the folder `benchmarks` of a checkout
 OF_THE_PROJECT = ("peers", "floor", "race-fairness", "busy-core", "gpu", "models", "page")
@@ -66,7 +65,7 @@ def _swept(name: str) -> str:
     return name
 
 
-class Sweep(Linked):
+class Sweep(Settings):
     """Request of a sweep on the page: a suite on a preset's target. It names no model, so every visitor may run it."""
 
     sweep: Annotated[str, AfterValidator(_swept)] = setting("k")
