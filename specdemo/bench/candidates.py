@@ -23,7 +23,7 @@ from specdemo.presets.files import Preset, load_presets
 from specdemo.presets.link import OWN, to_query, without_folders
 from specdemo.presets.pair import LOOKUPS, drafter_method
 from specdemo.presets.serve import served
-from specdemo.servers.engines import ENGINES, READERS
+from specdemo.servers.engines import ENGINES, REPORTING
 
 ON_SERVERS = (1, 2, 3, 4, 6, 8, 12, 16)  # draft lengths where the costs of passes are unknown
 FIRST = 4  # of these are always tried, a longer one only if the one before it is the fastest
@@ -141,7 +141,7 @@ def settings_to_copy(preset: Preset, engine: str = "") -> list[str]:
             lines.append(f"{server_engine.title}: {shlex.join(server.command)}")
     if engine:
         return lines
-    for reader in READERS.values():
+    for reader in REPORTING.values():
         if lane.k and lane.method in reader.drafts_with:
             model = lane.model.label.partition("@")[0].rpartition("/")[2] if lane.model else ""
             fields = reader.draft_request(model, lane.k)

@@ -58,7 +58,7 @@ DEFAULT = "vllm"
 STARTED = VLLM(), SGLang(), LlamaServer(), MLXLM(), MLXVLM()  # engines that specdemo can start
 OTHERS = LMStudio(), Ollama(), OpenAI()
 ENGINES: dict[str, ServingEngine] = {engine.name: engine for engine in STARTED}
-READERS: dict[str, ReportingEngine] = {engine.name: engine for engine in OTHERS}
+REPORTING: dict[str, ReportingEngine] = {engine.name: engine for engine in OTHERS}
 
 
 def serving_engine(name: str) -> ServingEngine:
@@ -81,7 +81,7 @@ def same_bits_options() -> list[str]:
 
 def engines() -> list[ReportingEngine]:
     """Return all engines whose answers can be read."""
-    return [*ENGINES.values(), *READERS.values()]
+    return [*ENGINES.values(), *REPORTING.values()]
 
 
 def request_fields() -> dict[str, object]:
