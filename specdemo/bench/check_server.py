@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 from specdemo.bench.base import Decoding, Dtype, File, Report, Stop
 from specdemo.bench.prompts import CODE, COPYING, EDITS, PROMPTS, openings, read_questions
 from specdemo.bench.result import Result, Row
-from specdemo.bench.server_requests import IDENTICAL, KINDS, REFUSED, UNSTABLE, ChatServer, check_requests
+from specdemo.bench.server_requests import IDENTICAL, KINDS, REFUSED, UNEXPLAINED, UNSTABLE, ChatServer, check_requests
 from specdemo.core.settings import setting
 from specdemo.core.suggest import DEVICES, suggest
 from specdemo.core.trace import LaneTrace
@@ -30,7 +30,7 @@ LISTED = 30  # longest complete table
 MARGIN = 0.3  # nats; logits of about 20 in bfloat16 are multiples of 0.125
 ALTERNATIVES = 5  # log-probabilities to request; OpenAI's limit
 CONFIDENCE = 0.95
-TIE, DIFFERS, UNEXPLAINED = "near-tie", "differs", "differs, margin unknown"
+TIE, DIFFERS = "near-tie", "differs"
 LOSSLESS = (IDENTICAL, TIE, REFUSED, UNSTABLE)
 NOT_CHECKED = (
     "Only plain greedy decoding of one request at a time was compared, without penalties, logit bias and grammars."

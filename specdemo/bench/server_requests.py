@@ -23,7 +23,7 @@ STALL_S, STALL_FACTOR = 3.0, 4.0  # a silence within an answer this long, and th
 AT_ONCE = 8  # requests
 SAMPLES, SAMPLED_TOKENS = 128, 3
 LONG_REPEATS = 60  # of a text of about 100 tokens
-IDENTICAL, DIFFERS = "identical", "differs, margin unknown"
+IDENTICAL, UNEXPLAINED = "identical", "differs, margin unknown"
 REFUSED, UNSTABLE = "refused by both", "the reference differs from itself"
 HARMLESS = (IDENTICAL, REFUSED, UNSTABLE)
 
@@ -206,7 +206,7 @@ def judge(reference: Reply, again: Reply, reply: Reply, fault: Callable[[Reply],
     if reference.content != again.content:
         return UNSTABLE
     cut = reply.finish == "length" != reference.finish or (not reply.finish and bool(reference.finish))
-    return "cut" if cut and reference.text.startswith(reply.text) else DIFFERS
+    return "cut" if cut and reference.text.startswith(reply.text) else UNEXPLAINED
 
 
 def _row(name: str, question: str, output: str, reference: Reply, reply: Reply) -> Row:

@@ -136,13 +136,18 @@ def shape_of(config: Config, name: str = "", quantization: str | None = None) ->
     if quantization is not None and quantization not in QUANTIZED_BITS:
         raise ValueError(f"unknown quantization {quantization!r:.60}; {suggest(quantization[:60], QUANTIZED_BITS)}")
     try:
-        part = config.get("text_config") or config.get("transformer_layer_config") or config
+        part = language_part(config)
         return _shape(config, part, name, QUANTIZED_BITS[quantization] if quantization else stored_bits(config, part))
     except UNREADABLE as error:
         why = f": {error}" if type(error) is ValueError else ""
         raise ValueError(
             f"the config.json of {name or 'this model'} lacks the sizes of a language model{why}"
         ) from None
+
+
+def language_part(config: Config) -> Config:
+    """Return the part of a config that has the sizes of layers, which multimodal models and heads may nest."""
+    return config.get("text_config") or config.get("transformer_layer_config") or config
 
 
 def number(config: Config, *names: str, default: int | None = None, low: int = 0) -> int:

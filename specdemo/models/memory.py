@@ -16,7 +16,15 @@ from transformers import PreTrainedModel
 
 from specdemo.core.safe_io import TOO_LARGE
 from specdemo.core.suggest import suggest
-from specdemo.costs.shapes import HEADROOM, QUANTIZED_BITS, Config, ConfigReader, Footprint, reference_configs
+from specdemo.costs.shapes import (
+    HEADROOM,
+    QUANTIZED_BITS,
+    Config,
+    ConfigReader,
+    Footprint,
+    language_part,
+    reference_configs,
+)
 from specdemo.models.devices import DEVICE_KINDS, best_device, device_kind, pick_device, pick_dtype, same_kind
 from specdemo.models.gguf_files import is_here, local_header, stored_bytes
 from specdemo.models.llamacpp import CACHE_BYTES, LlamaCppSettings, cache_type_of, library
@@ -210,9 +218,9 @@ def footprint(
 def estimate_footprint(source: Path | Repository, precision: Precision) -> Footprint:
     """Estimate the memory of a model. Raises ValueError for a damaged file or an unreachable repository."""
     folder = fetch_config(source) if isinstance(source, Repository) else source
-    config = read_config(folder)
-    _check_stored(str(source.name), config)
-    config = config.get("text_config") or config.get("transformer_layer_config") or config
+    stored = read_config(folder)
+    _check_stored(str(source.name), stored)
+    config = language_part(stored)
     try:
         per_token, state = _per_token(config, precision)
     except (TypeError, ValueError, ArithmeticError) as error:
