@@ -39,38 +39,33 @@ Handle = Any  # a pointer of llama.cpp
 Values = NDArray[numpy.float32]
 
 
-class StateFunctions(NamedTuple):
-    """Functions of libllama for the context of a prediction layer."""
-
-    keep: Callable[[Handle, bool, bool], None]
-    read: Callable[[Handle], Handle]  # a pointer to its states [T, H], without copying
-
-
 class LayerFunctions(NamedTuple):
-    """Functions of libllama."""
+    """Functions of libllama for values of layers. Types: see `layer_functions` and `state_functions`."""
 
-    keep: Callable[[Handle, int, bool], None]  # let a context keep the input of a layer, or not
-    read: Callable[[Handle, int], Handle]  # a pointer to it [tokens of the last batch, H], without copying
+    keep: Callable[..., None]  # let a context keep them, or not
+    read: Callable[..., Handle]  # a pointer to those of the last batch, without copying
 
 
 def layer_functions(llama: Llama) -> LayerFunctions | None:
-    """Return the functions of the module `llama_cpp`; None if its library has none."""
-    keep, read = _exported(llama, KEEP), _exported(llama, READ)
+    """Return keep(context, layer, on) and read(context, layer) -> [T, H] for the inputs of layers; None if the library
+    of the module `llama_cpp` has none."""
+    return _functions(llama, (KEEP, ctypes.c_uint32, ctypes.c_bool), (READ, ctypes.c_uint32))
+
+
+def state_functions(llama: Llama) -> LayerFunctions | None:
+    """Return keep(context, on, last only) and read(context) -> [T, H] for the states of the context of a prediction
+    layer; None if the library of the module `llama_cpp` has none."""
+    return _functions(llama, (KEEP_STATES, ctypes.c_bool, ctypes.c_bool), (READ_STATES,))
+
+
+def _functions(llama: Llama, *declarations: tuple[Any, ...]) -> LayerFunctions | None:
+    """Return functions from their names and the types of their arguments after the context."""
+    keep, read = (_exported(llama, names) for names, *_ in declarations)
     if keep is None or read is None:
         return None
-    keep.argtypes, keep.restype = [ctypes.c_void_p, ctypes.c_uint32, ctypes.c_bool], None
-    read.argtypes, read.restype = [ctypes.c_void_p, ctypes.c_uint32], ctypes.POINTER(ctypes.c_float)
+    keep.argtypes, read.argtypes = ([ctypes.c_void_p, *types] for _, *types in declarations)
+    keep.restype, read.restype = None, ctypes.POINTER(ctypes.c_float)
     return LayerFunctions(keep, read)
-
-
-def state_functions(llama: Llama) -> StateFunctions | None:
-    """Return the functions of the module `llama_cpp`; None if its library has none."""
-    keep, read = _exported(llama, KEEP_STATES), _exported(llama, READ_STATES)
-    if keep is None or read is None:
-        return None
-    keep.argtypes, keep.restype = [ctypes.c_void_p, ctypes.c_bool, ctypes.c_bool], None
-    read.argtypes, read.restype = [ctypes.c_void_p], ctypes.POINTER(ctypes.c_float)
-    return StateFunctions(keep, read)
 
 
 def _exported(llama: Llama, names: Sequence[str]) -> Any:
