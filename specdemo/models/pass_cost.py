@@ -25,7 +25,6 @@ from specdemo.models.sources import LoadProgress, no_progress
 from specdemo.models.target import HFTarget
 
 VERIFY_TOKENS = 5
-MAX_LENGTH_SPREAD = 4
 REPEATS = 6  # interleaved repeats of one measurement
 ROUNDING_TOKENS = 48  # tokens over which rounding is measured
 THREAD_SECONDS = 1.0
@@ -61,7 +60,6 @@ def pass_times(
     repeats: int = 5,
     rows: int = 1,
     context: int = 32,
-    ragged: bool = False,
     now: Clock | None = None,
     limit_s: float = inf,
     report: LoadProgress = no_progress,
@@ -69,21 +67,16 @@ def pass_times(
     """Return slots -> milliseconds of every repeat of a pass over a chain of that many, after `context` tokens, for
     `rows` texts at once. Repeats of different widths are interleaved.
 
-    ragged: the texts have different lengths, up to `MAX_LENGTH_SPREAD` tokens more. now: the clock; None: that of
-    lanes. limit_s: seconds after which no further repeat starts. report: called before every pass; may raise to stop.
+    now: the clock; None: that of lanes. limit_s: seconds after which no further repeat starts. report: called before
+    every pass; may raise to stop.
     """
     now = now or clock(target.device, target.facts.wall_time)
-    context = max(1, min(context, target.max_length - max(widths) - MAX_LENGTH_SPREAD))
+    context = max(1, min(context, target.max_length - max(widths)))
     prompt = (torch.arange(1, context + 1, device=target.device) % target.vocab_size).repeat(rows, 1)
     times: dict[int, list[float]] = {width: [] for width in widths}
     with step_threads(target):
-        target.start(prompt, reserve=max(widths) + MAX_LENGTH_SPREAD)
+        target.start(prompt, reserve=max(widths))
         lengths = [context] * rows
-        if ragged:
-            _seconds(target, MAX_LENGTH_SPREAD, lengths, now)
-            more = [1 + row % MAX_LENGTH_SPREAD for row in range(rows)]
-            target.commit([list(range(count)) for count in more])
-            lengths = [context + count for count in more]
         end = time.perf_counter() + limit_s
         for number in range(repeats + 1):
             if number > 1 and time.perf_counter() > end:
