@@ -35,6 +35,7 @@ PADDING_LIMIT = 1.05  # most time of a padded one-row product, in that of the fa
 ROUNDS = 6  # the first warms up
 NORM_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.02}  # of the largest output; bfloat16 rounds by 0.004
 SPARE_SHARE = 4  # a second copy of the weights may take this part of the free memory
+COPY_GAIN = 0.9  # most time of a wide product with the second copy, in that of the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,7 +429,7 @@ def _fastest_layout(sample: Sequence[nn.Linear], seconds: Mapping[tuple[str, int
     if one[padded] <= PADDING_LIMIT * min(one.values()):
         return padded
     best = min(one, key=one.__getitem__)
-    if best.packed or seconds["plain", WIDE_ROWS] <= wide:
+    if best.packed or wide > COPY_GAIN * seconds["plain", WIDE_ROWS]:
         return best
     if copies:
         return Layout(packed=True, plain_rows=_plain_rows(sample))

@@ -245,6 +245,7 @@ SECONDS |= {("packed", 1): 1.2, ("packed", 2): 1.25, ("packed", 3): 1.3, ("packe
         ({}, False, module.Layout(packed=True)),  # 1.2 + 1.4 against 1 + 4
         ({("plain", 5): 1.3}, True, module.PLAIN),
         ({("plain", 5): 1.5}, False, module.PLAIN),
+        ({("plain", 5): 1.5}, True, module.PLAIN),  # a tenth is worth a second copy, less is not
         ({("packed", 4): 1.05}, True, module.Layout(packed=True, rows=4)),
         ({("packed", 1): 0.9, ("packed", 4): 0.95}, True, module.Layout(packed=True)),
         ({("packed", 1): 0.9, ("packed", 4): 0.94}, True, module.Layout(packed=True, rows=4)),
