@@ -180,6 +180,10 @@ let failure = ""; // reason why the last run did not start
 
 function failed(line) {
   forgetRun();
+  if (line.stopped && nextRun) {
+    endStages();
+    return neverStarted(`${sentence(line.text)}.`);
+  }
   failedSettings.key = (nextRun ?? run).key || settingsKey();
   const { instead } = line;
   if (instead) document.dispatchEvent(new CustomEvent("specdemo:failed", { detail: line.text })); // its models could not be loaded

@@ -127,8 +127,8 @@ class Log(Job):
         for message in messages:
             if isinstance(message, Started):
                 self._models = models_of(message.trace)
-            instead = self._instead() if isinstance(message, Failed) else {}
-            self.text += without_folders(to_line(view(message) | instead), self._models)
+            more = self._after_failure() if isinstance(message, Failed) else {}
+            self.text += without_folders(to_line(view(message) | more), self._models)
             match message:
                 case RunStage(name):
                     self._loading = name == LOADING
@@ -141,11 +141,11 @@ class Log(Job):
                     self.is_chat = not self.recorded and bool(trace.lanes[0].messages)
         return self.text
 
-    def _instead(self) -> Values:
-        """Return id and title of a preset that runs here in place of one whose models could not be loaded; empty if the
-        visitor stopped it."""
-        if self.spec is None or not self._loading or self.stopped:
-            return {}
+    def _after_failure(self) -> Values:
+        """Return that the visitor stopped the run before its first step, or else id and title of a preset that runs
+        here in place of one whose models could not be loaded."""
+        if self.stopped or self.spec is None or not self._loading:
+            return {"stopped": True} if self.stopped else {}
         other = nearest_runnable(preset(self.spec.id), failed=True)
         return {"instead": [other.id, other.chip or other.title]}
 

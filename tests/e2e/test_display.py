@@ -318,6 +318,17 @@ def test_the_status_names_the_comparison_of_texts_after_the_last_step(display):
     assert display.read(".sd-status") == ["Comparing the texts."]
 
 
+def test_a_run_that_was_stopped_while_it_loaded_is_no_failure(display):
+    log = Log(spec=preset("smollm2-chat"))
+    log.stopped = True
+    display.show(
+        log.add([RunStage(LOADING), Failed("stopped while reading weights; the next run reuses complete files")])
+    )
+    display.wait(100)
+    assert display.read(".sd-status") == ["Stopped while reading weights; the next run reuses complete files."]
+    assert display.read(".sd-alert:not([hidden])") == display.read(".sd-stages:not([hidden])") == []
+
+
 def test_a_recording_stands_for_no_run_that_failed(display):
     label, grey = ".sd-outdated-label:not([hidden])", ".sd-stage[data-outdated]"
     display.pace("1")
