@@ -138,7 +138,7 @@ function sharedNoise() {
 function noisyBadge() {
   const lanes = noisyLanes();
   if (!lanes.length) return [];
-  const badge = run.recorded ? make("span", "sd-noisy", "noisy") : clickable("sd-noisy", "noisy: run again", () => gradioButton("repeat").click());
+  const badge = run.recorded ? make("span", "sd-noisy", "noisy") : clickable("sd-noisy", "noisy: pool more runs", () => gradioButton("repeat").click());
   badge.title = lanes.map(({ name, comparison }) => [...(lanes.length > 1 ? [name] : []), ...comparison.reasons].map(sentence).join(". ")).join("\n");
   return [badge];
 }

@@ -280,7 +280,7 @@ def test_noise_is_reported_once(display):
         row |= {"noisy": True, "reasons": [f"only {own}", "the baseline waited"]}
     display.show(Log().add(replay(trace)))
     display.wait(8000)
-    assert display.read(".sd-noisy") == ["noisy: run again"]
+    assert display.read(".sd-noisy") == ["noisy: pool more runs"]
     first, second, shared = display.read(".sd-explanations li")
     assert first.endswith(" Noisy: only a.") and second.endswith(" Noisy: only b.")
     assert shared == "All noisy lanes: the baseline waited."
