@@ -133,11 +133,15 @@ class Header:
             return [0] * count
         return [heads * ((number + 1) % max(every, 1) == 0) for number in range(count)]
 
+    @property
+    def head_numbers(self) -> int:
+        """Return the numbers of the key and the value of one token in a head."""
+        usual = self.number("embedding_length") // max(self.number("attention.head_count", 1), 1)
+        return self.number("attention.key_length", usual) + self.number("attention.value_length", usual)
+
     def cache_bytes(self, bytes_per_number: float) -> int:
         """Return the size of the keys and values of one token."""
-        usual = self.number("embedding_length") // max(self.number("attention.head_count", 1), 1)
-        sizes = self.number("attention.key_length", usual) + self.number("attention.value_length", usual)
-        return int(sum(self._layers) * sizes * bytes_per_number)
+        return int(sum(self._layers) * self.head_numbers * bytes_per_number)
 
     @property
     def prediction_layer(self) -> str:

@@ -59,8 +59,7 @@ class PredictionLayer:
             for name, (kind, shape, _) in tensors
             if not own or name.startswith(layer.removesuffix("nextn."))
         )
-        sizes_of_token = target.number("attention.key_length") + target.number("attention.value_length")
-        numbers = target.number("attention.head_count_kv", 1) * sizes_of_token
+        numbers = target.number("attention.head_count_kv", 1) * target.head_numbers
         self.token_bytes = int(numbers * CACHE_BYTES[model.settings.cache_type])
 
 
