@@ -5,19 +5,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from math import inf
+from operator import eq
+from statistics import fmean
+from time import perf_counter
 from types import MappingProxyType
+
+import torch
+from torch import Generator
 
 from specdemo.bench.base import Stop
 from specdemo.bench.candidates import FIRST, race_link, settings_to_copy, with_lengths
-from specdemo.bench.replay import replayed_speed
 from specdemo.bench.report import sentence
 from specdemo.bench.search import Sample, Search
 from specdemo.core.estimate import Estimate
-from specdemo.core.protocol import Drafter, Target
+from specdemo.core.protocol import Budget, Drafter, Progress, Target
+from specdemo.core.sampling import Sampling
 from specdemo.core.tally import summarise
-from specdemo.core.trace import RunTrace, estimates
+from specdemo.core.trace import LaneTrace, RunTrace, estimates, step_ms
 from specdemo.costs.passes import interpolate, pass_ratio, pass_rows
 from specdemo.costs.step import fit_cost_model
 from specdemo.engine.comparison import Lane
@@ -371,3 +377,35 @@ class ServerRacer(Racer):
 
     def _lane(self, name: str) -> Lane:
         return self._running if self._program else self.lanes[name]
+
+
+def replayed_speed(drafter: Drafter, k: int, plain: LaneTrace, new_tokens: int, ratio: Callable[[int], float]) -> float:
+    """Return the predicted speed-up of a drafter of chains that makes no passes; 0 for a text of one token. Greedy
+    decoding with it writes the text of plain decoding, so its steps are known, and their time is the drafter's own and
+    that of the passes.
+
+    plain: greedy decoding of at most `new_tokens`. ratio: slots -> time of a pass in that of one over one token.
+    """
+    text, done = plain.token_ids, 1
+    steps = [(step_ms(step), step.ms.get("verify", 0.0)) for step in plain.events[1:]] or [(0.0, 0.0)]
+    plain_ms, pass_ms = map(fmean, zip(*steps, strict=True))
+    drafter.start(1, Sampling(), Generator())
+    drafter.observe(_progress(plain.prompt_ids, [*plain.prompt_ids[1:], *text[:1]]))
+    total = 0.0
+    while done < len(text):
+        depth = min(k, new_tokens - done - 1)
+        begin = perf_counter()
+        draft = drafter.propose(Budget(depth, depth)).tokens[0].tolist()
+        accepted = sum(takewhile(bool, map(eq, draft, text[done:])))
+        step = text[done - 1 : done + accepted + 1]  # the root, what was accepted, and one more
+        drafter.observe(_progress(step[:-1], step[1:]))
+        drafting = 1000.0 * (perf_counter() - begin)
+        verifying = pass_ms * ratio(len(draft) + 1)
+        drafter.on_step_timed({"draft": drafting, "verify": verifying})
+        total += drafting + verifying + plain_ms - pass_ms
+        done += len(step) - 1
+    return plain_ms * (len(text) - 1) / total if total else 0.0
+
+
+def _progress(inputs: list[int], outputs: list[int]) -> Progress:
+    return Progress(torch.tensor([inputs]), torch.tensor([outputs]), [len(inputs)])
