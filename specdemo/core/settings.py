@@ -165,18 +165,18 @@ class Settings(BaseModel):
 
 
 @lru_cache
-def _adapter(of: type) -> TypeAdapter[Any]:
-    return TypeAdapter(of)
+def _adapter(cls: type) -> TypeAdapter[Any]:
+    return TypeAdapter(cls)
 
 
 @lru_cache
-def settings(of: type[Any]) -> Mapping[str, Setting]:
+def settings(cls: type[Any]) -> Mapping[str, Setting]:
     """Return the settings that a class declares by name, with the types and choices of its fields."""
-    if issubclass(of, BaseModel):
-        fields = of.model_fields
+    if issubclass(cls, BaseModel):
+        fields = cls.model_fields
     else:
-        hints = get_type_hints(of, include_extras=True)
-        fields = {f.name: FieldInfo.from_annotated_attribute(hints[f.name], f) for f in dataclasses.fields(of)}
+        hints = get_type_hints(cls, include_extras=True)
+        fields = {f.name: FieldInfo.from_annotated_attribute(hints[f.name], f) for f in dataclasses.fields(cls)}
     known = {}
     for name, field in fields.items():
         if isinstance(field.json_schema_extra, dict):
@@ -188,35 +188,35 @@ def settings(of: type[Any]) -> Mapping[str, Setting]:
 
 def _type(annotation: Any) -> tuple[Any, tuple[str, ...]]:
     """Return the type of a field, and its choices. Lists of numbers are written as text: 1-8 or 0,1,3."""
-    origin, of = get_origin(annotation), get_args(annotation)
+    origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
-        return str, of
+        return str, arguments
     if origin in (Annotated, Union, UnionType):  # for an optional field, the first alternative is the type
-        return _type(of[0])
+        return _type(arguments[0])
     if isinstance(origin, type) and issubclass(origin, Sequence):
-        kind, _ = _type(of[0])
+        kind, _ = _type(arguments[0])
         return list[kind] if kind in (str, Path) else str, ()  # type: ignore[valid-type]
     return origin or annotation, ()
 
 
-def linked(of: type[Settings]) -> list[str]:
+def linked(cls: type[Settings]) -> list[str]:
     """Return the settings that a share link may carry."""
-    return [name for name, declared in settings(of).items() if declared.link]
+    return [name for name, declared in settings(cls).items() if declared.link]
 
 
-def parse(of: type[BaseOptions], values: Mapping[str, object], owner: str) -> BaseOptions:
-    """Return an instance of `of` with these values and defaults for the others.
+def parse(cls: type[BaseOptions], values: Mapping[str, object], owner: str) -> BaseOptions:
+    """Return an instance of `cls` with these values and defaults for the others.
 
     Numbers and booleans may be text, as in links and on the command line. owner: in error messages, e.g. "method 'x'".
     Raises ValueError, one line with the fix.
     """
-    known = settings(of)
+    known = settings(cls)
     for name in values:
         if name not in known:
             raise ValueError(f"unknown option {name!r:.60} of {owner}; {suggest(str(name)[:60], known)}")
     typed = {name: from_text(known[name].type, value) for name, value in values.items()}
     try:
-        options: BaseOptions = _adapter(of).validate_python(typed)
+        options: BaseOptions = _adapter(cls).validate_python(typed)
         return options
     except ValidationError as error:
         first = error.errors()[0]
@@ -269,21 +269,21 @@ _MESSAGES = {
 }
 
 
-def _one_line(error: Mapping[str, Any], of: type[BaseModel]) -> str:
+def _one_line(error: Mapping[str, Any], cls: type[BaseModel]) -> str:
     """Format an error as `k must be 16 or less, not 9999`."""
     name = next((str(part) for part in reversed(error["loc"]) if isinstance(part, str)), "the preset")
     limits, value = error.get("ctx", {}), short_repr(error["input"])
     match error["type"]:
         case "extra_forbidden":
-            inner = of.model_fields.get(str(error["loc"][0]))
-            owner = get_args(inner.annotation)[0] if inner else of
+            inner = cls.model_fields.get(str(error["loc"][0]))
+            owner = get_args(inner.annotation)[0] if inner else cls
             return f"unknown setting {name!r}; {suggest(name, owner.model_fields)}"
         case "value_error":
             message = str(limits["error"])
             return f"the {name} {message}" if message.startswith(("must", "is ")) else message
         case error_type if error_type in _MESSAGES:
             if error_type.startswith("too_"):  # the error names one end only
-                ends, bounds = ("min_length", "max_length"), of.model_fields[name].metadata
+                ends, bounds = ("min_length", "max_length"), cls.model_fields[name].metadata
                 limits |= {end: getattr(one, end) for one in bounds for end in ends if hasattr(one, end)}
             return f"{name} {_MESSAGES[error_type].format(**limits, given=value)}"
     return f"{name}: {error['msg'].lower()}, not {value}"
