@@ -177,13 +177,13 @@ def settings(cls: type[Any]) -> Mapping[str, Setting]:
     else:
         hints = get_type_hints(cls, include_extras=True)
         fields = {f.name: FieldInfo.from_annotated_attribute(hints[f.name], f) for f in dataclasses.fields(cls)}
-    known = {}
+    declarations = {}
     for name, field in fields.items():
         if isinstance(field.json_schema_extra, dict):
             declared: Setting = field.json_schema_extra["setting"]  # type: ignore[assignment]
             kind, choices = _type(field.annotation)
-            known[name] = replace(declared, name=name, type=kind, choices=declared.choices or choices)
-    return known
+            declarations[name] = replace(declared, name=name, type=kind, choices=declared.choices or choices)
+    return declarations
 
 
 def _type(annotation: Any) -> tuple[Any, tuple[str, ...]]:
@@ -210,11 +210,11 @@ def parse(cls: type[BaseOptions], values: Mapping[str, object], owner: str) -> B
     Numbers and booleans may be text, as in links and on the command line. owner: in error messages, e.g. "method 'x'".
     Raises ValueError, one line with the fix.
     """
-    known = settings(cls)
+    declarations = settings(cls)
     for name in values:
-        if name not in known:
-            raise ValueError(f"unknown option {name!r:.60} of {owner}; {suggest(str(name)[:60], known)}")
-    typed = {name: from_text(known[name].type, value) for name, value in values.items()}
+        if name not in declarations:
+            raise ValueError(f"unknown option {name!r:.60} of {owner}; {suggest(str(name)[:60], declarations)}")
+    typed = {name: from_text(declarations[name].type, value) for name, value in values.items()}
     try:
         options: BaseOptions = _adapter(cls).validate_python(typed)
         return options
@@ -223,7 +223,7 @@ def parse(cls: type[BaseOptions], values: Mapping[str, object], owner: str) -> B
         if first["type"] == "value_error":  # from a validator of the class
             raise ValueError(str(first["ctx"]["error"])) from None
         name = str(first["loc"][0])
-        raise ValueError(known[name].complain(typed[name])) from None
+        raise ValueError(declarations[name].complain(typed[name])) from None
 
 
 def from_text(kind: type, value: object) -> object:
@@ -244,8 +244,8 @@ def to_values(options: BaseOptions) -> dict[str, object]:
 
 def changed_values(options: BaseOptions) -> dict[str, object]:
     """Return the values that are not at their default."""
-    known = settings(type(options))
-    return {name: value for name, value in to_values(options).items() if value != known[name].default}
+    declarations = settings(type(options))
+    return {name: value for name, value in to_values(options).items() if value != declarations[name].default}
 
 
 _MESSAGES = {

@@ -138,7 +138,7 @@ class SnapshotHistory:
         ids = torch.tensor([tokens], device=self._device)
         if first or self._multi_token or len(tokens) == 1:
             return self._run(ids, cache, taps=taps, last=first or last)
-        return _concat([self._run(one, cache, taps=taps) for one in ids.split(1, 1)], 1)
+        return _concat([self._run(column, cache, taps=taps) for column in ids.split(1, 1)], 1)
 
     def _empty(self) -> DynamicCache:
         return DynamicCache(config=self._config)
@@ -167,15 +167,15 @@ def supports_multi_token(run: ForwardFunction, config: PreTrainedConfig, text: T
         return torch.cat([run(part, cache).logits[0] for part in text[:, start:].split(width, 1)]).float()
 
     own, rest = (expected[:-1], shorter), expected[start:]
-    one, several = resumed(1), resumed(3)
+    single, several = resumed(1), resumed(3)
     # the same passes give the same bits, whatever was read between them
-    elsewhere = not difference(one, resumed(1, interrupted=False), [], eps, layers).is_rounding
-    if elsewhere or 2 * len(difference(rest, one, [own], eps, layers).wrong) >= len(rest):
+    elsewhere = not difference(single, resumed(1, interrupted=False), [], eps, layers).is_rounding
+    if elsewhere or 2 * len(difference(rest, single, [own], eps, layers).wrong) >= len(rest):
         why = "it stores its history elsewhere" if elsewhere else "most of its next tokens are others than in one pass"
         raise ValueError(
             f"a {config.model_type} model cannot be continued from its cache ({why}); choose another model"
         )
-    return difference(rest, several, [own, (rest, one)], eps, layers).is_rounding
+    return difference(rest, several, [own, (rest, single)], eps, layers).is_rounding
 
 
 def _copy_layer(layer: CacheLayer) -> CacheLayer:

@@ -67,12 +67,12 @@ def missing_bytes(name: ModelRef, pickled: Sequence[str] = ()) -> int:
         return packaged.BYTES
     try:
         on_hub = ModelRef(packaged.HUB_ID) if name == packaged.SMOLLM2 else name
-        found = _find(name) if name.gguf else sources.locate(on_hub, pickled)
+        location = _find(name) if name.gguf else sources.locate(on_hub, pickled)
     except Unreachable:
         if name == packaged.SMOLLM2:
             return packaged.BYTES
         raise
-    return found.missing_bytes() if isinstance(found, Repository) else 0
+    return location.missing_bytes() if isinstance(location, Repository) else 0
 
 
 def local_header(name: ModelRef) -> Header | None:
@@ -85,10 +85,10 @@ def local_header(name: ModelRef) -> Header | None:
         assert isinstance(source, Path)
     else:
         try:
-            found = gguf_on_hub(name, cached=True)
+            repository = gguf_on_hub(name, cached=True)
         except ValueError:
             return None
-        source = cached_folder(found.name) / next(iter(found.files))
+        source = cached_folder(repository.name) / next(iter(repository.files))
     return read_header(all_parts(source)[0])
 
 
@@ -132,8 +132,8 @@ def _only_model(folder: Path) -> Path:
         others = [f": {other} is {kind[0]}" for other in _gguf_in(folder)[:1] if (kind := _other_kind(other))]
         raise ValueError(f"{folder} has no GGUF model{''.join(others)}")
     if len(models) > 1:
-        found = f"{len(models)} GGUF models ({', '.join(path.name for path in models)})"
-        raise ValueError(f"{folder} has {found}; name one of the files")
+        listing = f"{len(models)} GGUF models ({', '.join(path.name for path in models)})"
+        raise ValueError(f"{folder} has {listing}; name one of the files")
     return models[0]
 
 
@@ -202,10 +202,10 @@ def ollama_blob(name: str) -> Path:
         raise ValueError(f"{OLLAMA}{name} is not in {ollama_folder()}; run: ollama pull {name}")
     digest = _model_digest(manifest)
     blobs = ollama_folder() / "blobs"
-    found = next((blobs / file for file in (digest.replace(":", "-"), digest) if (blobs / file).is_file()), None)
-    if found is None:
+    blob = next((blobs / file for file in (digest.replace(":", "-"), digest) if (blobs / file).is_file()), None)
+    if blob is None:
         raise ValueError(f"{OLLAMA}{name} has no GGUF weights in {blobs}; run: ollama pull {name}")
-    return found
+    return blob
 
 
 def _model_digest(manifest: Path) -> str:
@@ -229,11 +229,11 @@ def gguf_on_hub(name: ModelRef, cached: bool = False) -> Repository:
         siblings = model_info(repository).siblings or []
         files = {f.rfilename: f.size or 0 for f in siblings if f.rfilename.lower().endswith(SUFFIX)}
     candidates, checked = _candidates(repository, list(files), quantisation)
-    chosen = _choose(name, candidates, quantisation, checked)
-    absent = [part for part in part_names(chosen) if part not in files]
+    file = _choose(name, candidates, quantisation, checked)
+    absent = [part for part in part_names(file) if part not in files]
     if absent:
         raise ValueError(f"{repository} lacks {absent[0]}; choose another quantisation")
-    return Repository(repository, {part: files[part] for part in part_names(chosen)}, {})
+    return Repository(repository, {part: files[part] for part in part_names(file)}, {})
 
 
 def _candidates(repository: ModelRef, files: Sequence[str], word: str) -> tuple[list[str], list[str]]:
@@ -241,10 +241,10 @@ def _candidates(repository: ModelRef, files: Sequence[str], word: str) -> tuple[
     headers are those of language models. word: a quantisation, or the name of a file, which may be a head."""
     checked, remote = [], []
     for file in _first_parts(files):
-        found = try_to_load_from_cache(repository.repository, file, revision=repository.revision)
-        if not isinstance(found, str):
+        cached = try_to_load_from_cache(repository.repository, file, revision=repository.revision)
+        if not isinstance(cached, str):
             remote.append(file)
-        elif is_language_model(Path(found)) or PurePath(file).stem == word:
+        elif is_language_model(Path(cached)) or PurePath(file).stem == word:
             checked.append(file)
     return checked + remote, checked
 
@@ -256,17 +256,17 @@ def _choose(name: str, files: Sequence[str], word: str, checked: Collection[str]
     words that the repository's name has too.
     """
     repository = name.partition(":")[0]
-    own = {found[1] for found in OTHER.finditer(repository.lower())}
-    others = {f for f in files if f not in checked and {found[1] for found in OTHER.finditer(f.lower())} - own}
+    own = {match[1] for match in OTHER.finditer(repository.lower())}
+    others = {f for f in files if f not in checked and {match[1] for match in OTHER.finditer(f.lower())} - own}
     models = [file for file in files if file not in others] or list(files)
     if not models:
         raise ValueError(f"{name} has no GGUF files on this machine or on the hub")
     pattern = re.compile(rf"(?<![A-Z0-9_]){re.escape(word or DEFAULT_QUANTISATION)}(?![A-Z0-9_])", re.IGNORECASE)
     exact = (file for file in files if PurePath(file).stem == word)
-    found = next(exact, None) or next(filter(pattern.search, models), None)
-    if found is None and word:
+    file = next(exact, None) or next(filter(pattern.search, models), None)
+    if file is None and word:
         raise ValueError(f"{repository} has no {word}; choose one of {', '.join(models)}")
-    return found or models[0]
+    return file or models[0]
 
 
 def name_on_hub(repository: str, file: str, files: Sequence[str]) -> str:

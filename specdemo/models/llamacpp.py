@@ -97,10 +97,10 @@ class LlamaCppSettings:
         return replace(self, cache_type=cache_type, context=context, flash_attention=flash)
 
 
-def cache_type_of(header: Header, chosen: str) -> str:
+def cache_type_of(header: Header, setting: str) -> str:
     """Return the type of the KV cache: the chosen one, for `auto` f32 for F32 files, else f16."""
-    if chosen != "auto":
-        return chosen
+    if setting != "auto":
+        return setting
     return "f32" if header.quantisation == "F32" else "f16"
 
 
@@ -154,11 +154,11 @@ class LlamaCppModel:
         """Return the handle, and the number of layers on the GPU. With too little memory there, use fewer layers."""
         header = read_header(Path(self.path))
         every = header.number("block_count") + 1  # with the output layer
-        chosen = self.settings.gpu_layers
+        gpu_layers = self.settings.gpu_layers
         if not library().llama_supports_gpu_offload():
             layers = [0]
         else:
-            layers = [every * share // 4 for share in (4, 3, 2, 1, 0)] if chosen < 0 else [min(chosen, every)]
+            layers = [every * share // 4 for share in (4, 3, 2, 1, 0)] if gpu_layers < 0 else [min(gpu_layers, every)]
         self.layer_inputs = self._try_out(layers, progress)
         for count in layers:
             handle = load_handle(self.path, count, self.prediction, progress)

@@ -39,8 +39,8 @@ class Inputs(NamedTuple):
 
     def part(self, begin: int) -> "Inputs":
         """Return at most BATCH_TOKENS entries from `begin` on."""
-        chosen = slice(begin, begin + BATCH_TOKENS)
-        return Inputs(self.tokens[chosen], self.positions[chosen], self.sequences[chosen])
+        part = slice(begin, begin + BATCH_TOKENS)
+        return Inputs(self.tokens[part], self.positions[part], self.sequences[part])
 
 
 class _InputBuffers:

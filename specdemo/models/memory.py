@@ -148,9 +148,9 @@ class Needs:
     def verdict(self, free: int) -> str:
         """Return what each part needs, and whether so many free bytes are enough; a model without weights, whose name
         states no size, leaves that open."""
-        fits, known = self.fits(free), all(size.weights for size in (self.target, *self.drafters))
-        whether = ("fits" if known else "may fit") if fits else "does not fit"
-        unknown = "" if known else "the size of a model is unknown until it is downloaded"
+        fits, has_sizes = self.fits(free), all(size.weights for size in (self.target, *self.drafters))
+        whether = ("fits" if has_sizes else "may fit") if fits else "does not fit"
+        unknown = "" if has_sizes else "the size of a model is unknown until it is downloaded"
         parts = (self.describe(), unknown, f"{whether} into the free {size_text(free)}")
         return "; ".join(filter(None, parts))
 

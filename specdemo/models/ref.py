@@ -148,8 +148,8 @@ class ModelRef(str):
         card = embedded_folder() / self / "provenance.json"
         if self.embedded and card.is_file():
             return f"{read_json(card)['parameters'] / 1e6:.2g}M"
-        found = SIZE.search(self._words)
-        return _capital(found[0]) if found else ""
+        match = SIZE.search(self._words)
+        return _capital(match[0]) if match else ""
 
     @property
     def estimated_bytes(self) -> tuple[float, float]:
@@ -208,8 +208,8 @@ def _hash_of(files: tuple[tuple[Path, int, int], ...]) -> str:
 
 def quantisation_in(file: str) -> str:
     """Return the quantisation in a file's name, such as Q4_K_M; empty if there is none."""
-    found = re.search(r"(?<![A-Z0-9])(?:UD-)?(I?Q\d\w*|TQ\d_0|MXFP4\w*|B?F16|F32)(?![A-Z0-9])", file.upper())
-    return found[1].partition("-")[0] if found else ""
+    match = re.search(r"(?<![A-Z0-9])(?:UD-)?(I?Q\d\w*|TQ\d_0|MXFP4\w*|B?F16|F32)(?![A-Z0-9])", file.upper())
+    return match[1].partition("-")[0] if match else ""
 
 
 def _spaced(name: str) -> str:
@@ -224,5 +224,5 @@ def _capital(word: str) -> str:
 
 def _count(size: str) -> float:
     """Return the number of weights that a size such as 0.5B or 8x7B states; 0 for an empty one."""
-    found = re.fullmatch(r"(?:(\d+)X|[AE])?([\d.]+)([KMBT])", size.upper())
-    return float(found[1] or 1) * float(found[2]) * 1000.0 ** ("KMBT".index(found[3]) + 1) if found else 0.0
+    match = re.fullmatch(r"(?:(\d+)X|[AE])?([\d.]+)([KMBT])", size.upper())
+    return float(match[1] or 1) * float(match[2]) * 1000.0 ** ("KMBT".index(match[3]) + 1) if match else 0.0

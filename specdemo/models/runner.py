@@ -70,10 +70,10 @@ class Runner:
         }
         if positions is not None:
             arguments["position_ids"] = positions
-        with self._watched(taps, experts=not last and layers is None) as (hidden, chosen):
+        with self._watched(taps, experts=not last and layers is None) as (hidden, expert_ids):
             output = model(tokens, **arguments)
         states = {tap: hidden[tap].to(self.device) for tap in taps}
-        return Forward(self._logits(output, last), states, self._stacked(chosen, tokens.shape))
+        return Forward(self._logits(output, last), states, self._stacked(expert_ids, tokens.shape))
 
     def _last_arguments(self, taps: tuple[int, ...]) -> dict[str, object]:
         """Return the arguments for logits of the last position only.
@@ -100,7 +100,7 @@ class Runner:
     def _watched(self, taps: tuple[int, ...], experts: bool) -> Iterator[tuple[dict[int, Tensor], list[Tensor]]]:
         """Collect tap -> hidden state while the model runs, and expert indices [B S, K] of every layer."""
         hidden: dict[int, Tensor] = {}
-        chosen: list[Tensor] = []
+        expert_ids: list[Tensor] = []
 
         def read_input(module: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
             hidden[0] = inputs[0] if inputs else named["hidden_states"]
@@ -109,7 +109,7 @@ class Runner:
             hidden[tap] = output if isinstance(output, Tensor) else output[0]
 
         def read_indices(module: nn.Module, inputs: tuple[object, ...]) -> None:
-            chosen.extend(x for x in inputs[1:] if isinstance(x, Tensor) and not x.is_floating_point())
+            expert_ids.extend(x for x in inputs[1:] if isinstance(x, Tensor) and not x.is_floating_point())
 
         with ExitStack() as hooks:
             for tap in taps:
@@ -121,15 +121,15 @@ class Runner:
                 hooks.enter_context(hook)
             for module in self.experts if experts else ():
                 hooks.enter_context(module.register_forward_pre_hook(read_indices))
-            yield hidden, chosen
+            yield hidden, expert_ids
 
-    def _stacked(self, chosen: list[Tensor], shape: torch.Size) -> Tensor | None:
+    def _stacked(self, expert_ids: list[Tensor], shape: torch.Size) -> Tensor | None:
         """Return the expert indices as [B, S, L, K]. None if a layer does not show its choice."""
-        if not chosen or len(chosen) != len(self.experts) or len({tuple(x.shape) for x in chosen}) > 1:
+        if not expert_ids or len(expert_ids) != len(self.experts) or len({tuple(x.shape) for x in expert_ids}) > 1:
             return None
-        if chosen[0].ndim != 2 or len(chosen[0]) != shape.numel():
+        if expert_ids[0].ndim != 2 or len(expert_ids[0]) != shape.numel():
             return None
-        experts: Tensor = torch.stack([x.to(self.device) for x in chosen], 1).unflatten(0, shape)
+        experts: Tensor = torch.stack([x.to(self.device) for x in expert_ids], 1).unflatten(0, shape)
         return experts
 
     @cached_property

@@ -182,16 +182,16 @@ def published_drafters(target: ModelRef) -> list[PublishedDrafter]:
     drafters come first for a GGUF target.
     """
     listed = [entry for entry in all_published() if entry.target.base_name == target.base_name]
-    known = {entry.drafter.repository for entry in listed}
-    own = [entry for entry in _of_presets(target) if entry.drafter.repository not in known]
+    names = {entry.drafter.repository for entry in listed}
+    own = [entry for entry in _of_presets(target) if entry.drafter.repository not in names]
     others = {entry.drafter: entry for entry in reversed(own)}  # the first preset of a drafter counts
     return sorted([*listed, *reversed(others.values())], key=lambda entry: entry.drafter.gguf != target.gguf)
 
 
 def unpublished(target: ModelRef) -> list[DrafterFit]:
     """Return the drafters of `drafters_of` on this machine that are none of `published_drafters`."""
-    known = {entry.drafter for entry in published_drafters(target)}
-    return [fit for fit in drafters_of(target) if fit.place != ABSENT and fit.drafter not in known]
+    published = {entry.drafter for entry in published_drafters(target)}
+    return [fit for fit in drafters_of(target) if fit.place != ABSENT and fit.drafter not in published]
 
 
 def rows(target: ModelRef) -> list[dict[str, str]]:
@@ -216,12 +216,12 @@ def drafts_for(model: ModelRef) -> dict[str, list[str]]:
         title, *parts = (str(stated.get(f"general.{key}", "")) for key in ("name", "basename", "size_label"))
         names |= {ModelRef(name.replace(" ", "-")).base_name for name in (title, "-".join(parts)) if name.strip("-")}
         variants = "-(instruct|it)$"
-    found: dict[str, list[str]] = {}
+    targets: dict[str, list[str]] = {}
     for entry in all_published():
         name = entry.drafter.base_name
         if entry.drafter != entry.target and {name, re.sub(variants, "", name)} & names:
-            found.setdefault(entry.drafter.repository, []).append(entry.target)
-    return found
+            targets.setdefault(entry.drafter.repository, []).append(entry.target)
+    return targets
 
 
 def lanes_for(target: ModelRef) -> Iterator[tuple[Preset, list[Lane]]]:

@@ -232,7 +232,7 @@ def preset(id: str) -> Preset:
     if not isinstance(id, str):
         raise ValueError(f"the name of a preset must be text, not {short_repr(id)}")
     presets = load_presets()
-    id = next((known for known in presets if known.replace("_", "-") == id.replace("_", "-")), id)
+    id = next((candidate for candidate in presets if candidate.replace("_", "-") == id.replace("_", "-")), id)
     if id not in presets:
         raise ValueError(f"unknown preset {short_repr(id)}; {suggest(id, presets)}")
     return presets[id]
@@ -248,8 +248,8 @@ def thinking_remarks(target: ModelRef, drafters: Sequence[ModelRef], known: "Tar
     """Return one line per drafter that presets run with thinking on or off, and one if the target can think."""
     from specdemo.models.text import has_thinking_modes
 
-    chosen = [p for p in load_presets().values() if p.target.repository == target.repository]
-    lanes = [(p, lane) for p in chosen if p.thinking != "default" for lane in p.lanes]
+    siblings = [p for p in load_presets().values() if p.target.repository == target.repository]
+    lanes = [(p, lane) for p in siblings if p.thinking != "default" for lane in p.lanes]
     modes = {lane.model.repository: p for p, lane in lanes if lane.model}
     remarks = [
         f"thinking: preset {p.id} runs {name} with --thinking {p.thinking}; acceptance may drop in the other mode"

@@ -53,41 +53,41 @@ def at_hand() -> list[Preset]:
     return [p for p in load_presets().values() if all(model.embedded or model in preloaded() for model in p.models)]
 
 
-def admit(chosen: Preset) -> Preset:
+def admit(comparison: Preset) -> Preset:
     """Return the comparison. Raises ValueError on a public page if it exceeds the limits."""
     if not public():
-        return chosen
-    far = next((model for model in chosen.models if not (model.embedded or model in preloaded())), None)
+        return comparison
+    far = next((model for model in comparison.models if not (model.embedded or model in preloaded())), None)
     if far is not None:
         raise ValueError(f"{far} is not available on this public page; {HOME}")
-    if shares(chosen):
+    if shares(comparison):
         raise ValueError(PRIVATE)
     values = {
-        "new tokens": (chosen.max_new_tokens, PUBLIC.max_new_tokens),
-        "lanes": (len(chosen.lanes) + 1, PUBLIC.lanes),
-        "prompt characters": (len(chosen.prompt) + len(chosen.system), PUBLIC.prompt),
-        "repeats": (chosen.repeats, PUBLIC.repeats),
-        "draft tokens": (max(lane.k for lane in chosen.lanes), PUBLIC.k),
-        "draft tree nodes": (max(lane.tree_nodes for lane in chosen.lanes), NODES),
+        "new tokens": (comparison.max_new_tokens, PUBLIC.max_new_tokens),
+        "lanes": (len(comparison.lanes) + 1, PUBLIC.lanes),
+        "prompt characters": (len(comparison.prompt) + len(comparison.system), PUBLIC.prompt),
+        "repeats": (comparison.repeats, PUBLIC.repeats),
+        "draft tokens": (max(lane.k for lane in comparison.lanes), PUBLIC.k),
+        "draft tree nodes": (max(lane.tree_nodes for lane in comparison.lanes), NODES),
     }
     for what, (value, most) in values.items():
         if value > most:
             raise ValueError(f"this public page allows {most} {what} at most, not {value}; {HOME}")
-    return chosen
+    return comparison
 
 
-def fit(chosen: Preset) -> Preset:
+def fit(comparison: Preset) -> Preset:
     """Return the comparison, reduced to the limits on a public page."""
     if not public():
-        return chosen
+        return comparison
     lanes = []
-    for lane in chosen.lanes[: PUBLIC.lanes - 1]:
+    for lane in comparison.lanes[: PUBLIC.lanes - 1]:
         options = {name: value for name, value in lane.options.items() if name != SHARED}
         lanes.append(lane.model_copy(update={"k": min(lane.k, PUBLIC.k), "options": options}))
-    tokens = min(chosen.max_new_tokens, PUBLIC.max_new_tokens)
-    return chosen.model_copy(update={"lanes": lanes, "max_new_tokens": tokens})
+    tokens = min(comparison.max_new_tokens, PUBLIC.max_new_tokens)
+    return comparison.model_copy(update={"lanes": lanes, "max_new_tokens": tokens})
 
 
-def shares(chosen: Preset) -> bool:
+def shares(comparison: Preset) -> bool:
     """Return whether a lane learns with a memory that all visitors share."""
-    return any(lane.options.get(SHARED) for lane in chosen.lanes)
+    return any(lane.options.get(SHARED) for lane in comparison.lanes)

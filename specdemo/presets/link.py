@@ -57,7 +57,7 @@ def to_query(preset: Preset, base: Preset) -> str:
     long.
     """
     own = base.id == OWN
-    changed = _difference(*(one.model_dump(include={*linked(Comparison)}) for one in (preset, base)))
+    changed = _difference(*(item.model_dump(include={*linked(Comparison)}) for item in (preset, base)))
     if own or "target" in changed:
         changed["target"] = preset.target.link_name
     if len(preset.lanes) != len(base.lanes):
@@ -87,7 +87,7 @@ def to_command(preset: Preset, base: Preset) -> str:
         words = ["app.py", "--target", preset.target, *(["--draft", drafter] if drafter else [])]
         return f"python {shlex.join(words)}"
     lanes = [_lane_difference(*pair) for pair in zip(preset.lanes, base.lanes, strict=False)]
-    changed = _difference(*(one.model_dump(include={*linked(Comparison)}) for one in (preset, base)))
+    changed = _difference(*(item.model_dump(include={*linked(Comparison)}) for item in (preset, base)))
     same = len(preset.lanes) == len(base.lanes) and all(lane == lanes[0] for lane in lanes)
     if not same or any("." in name or (name != "k" and len(lanes) > 1) for name in lanes[0]):
         return f"python {shlex.join(['app.py', '--preset', base.id])}"
@@ -113,23 +113,23 @@ def from_query(
     known = {model.label: model for model in models} | {model.link_name: model for model in models}
     link = _Link(*_pairs(query), known, allow_any_model)
     preset_id = link.take("preset")
-    chosen = start or next(iter(presets.values()))
+    comparison = start or next(iter(presets.values()))
     if preset_id is not None and preset_id in presets:
-        chosen = presets[preset_id]
+        comparison = presets[preset_id]
     elif preset_id is not None and not (preset_id == OWN and "target" in link.values):
         near = get_close_matches(preset_id[:60], presets, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "choose one in the menu"
         link.refuse("preset", preset_id, f"unknown preset; {hint}")
-    base = chosen
+    base = comparison
     link.foreign = ELSEWHERE.format(base.target.link_name) if preset_id == OWN else FOREIGN
-    chosen = link.change(chosen, linked(Comparison))
+    comparison = link.change(comparison, linked(Comparison))
     if "target" in link.refused:
         # models draft for the refused target; one note is enough
         link.values = {key: text for key, text in link.values.items() if key.rstrip("0123456789") != "model"}
     lanes = [link.lane(_reference(base, index), _suffix(index)) for index in range(link.lanes(len(base.lanes)))]
     if lanes != base.lanes:
-        chosen = chosen.model_copy(update={"lanes": lanes})
-    return chosen, link.all_notes()
+        comparison = comparison.model_copy(update={"lanes": lanes})
+    return comparison, link.all_notes()
 
 
 def without_folders(text: str, models: Iterable[ModelRef]) -> str:
@@ -173,7 +173,7 @@ class _Link:
         self.refused.add(key)
         self._notes.append(f"ignored {key}={short_repr(text)} from the link: {why}")
 
-    def change(self, one: Linkable, names: Iterable[str], suffix: str = "") -> Linkable:
+    def change(self, base: Linkable, names: Iterable[str], suffix: str = "") -> Linkable:
         """Return a comparison or lane with the valid values of these fields. A new method starts without model and
         options.
         """
@@ -182,14 +182,14 @@ class _Link:
         wrong: dict[str, str] = {}
         for name, text in texts.items():
             try:
-                values[name] = self.value(name, text, settings(type(one))[name].type)
+                values[name] = self.value(name, text, settings(type(base))[name].type)
             except ValueError as error:
                 wrong[name] = str(error)
         if "method" in values:
             values = {"model": None, "options": {}} | values
         if "acceptance" in values:
             values = {"acceptance_options": {}} | values
-        changed, invalid = one.with_valid(values) if values else (one, {})
+        changed, invalid = base.with_valid(values) if values else (base, {})
         for name, text in texts.items():
             if why := wrong.get(name) or invalid.get(name):
                 self.refuse(name + suffix, text, why)
@@ -319,8 +319,8 @@ def _flat(lane: Lane) -> dict[str, object]:
     """Return the linked settings of a lane by name, with its options one by one."""
     values = lane.model_dump(include={*linked(Lane)})
     of_method, of_rule = values.pop("options"), values.pop("acceptance_options")
-    options = {f"option.{one.name}": of_method.get(one.name, one.default) for one in method_options(lane.method)}
-    rules = {f"rule.{one.name}": of_rule.get(one.name, one.default) for one in rule_options(lane.acceptance)}
+    options = {f"option.{o.name}": of_method.get(o.name, o.default) for o in method_options(lane.method)}
+    rules = {f"rule.{o.name}": of_rule.get(o.name, o.default) for o in rule_options(lane.acceptance)}
     return values | options | rules
 
 

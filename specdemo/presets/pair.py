@@ -40,15 +40,15 @@ TASKS = {  # name -> kind of work, whose first prompt it is, and the prompt's en
 @lru_cache(maxsize=1)
 def work_prompts() -> Mapping[str, list[str]]:
     """Return the built-in prompts by kind of work."""
-    found = read_yaml(Path(__file__).with_name("work.yaml"))
-    assert isinstance(found, dict)
-    return found | {"chat": [QUESTION, *found["chat"]]}
+    texts = read_yaml(Path(__file__).with_name("work.yaml"))
+    assert isinstance(texts, dict)
+    return texts | {"chat": [QUESTION, *texts["chat"]]}
 
 
 def add_pair(target: ModelRef, draft: ModelRef | None = None, **settings: object) -> Preset:
     """Add the comparison of `pair` to the presets and return it."""
-    load_presets()[OWN] = chosen = pair(target, draft, **settings)
-    return chosen
+    load_presets()[OWN] = comparison = pair(target, draft, **settings)
+    return comparison
 
 
 def add_race(target: ModelRef, draft: ModelRef | None = None, **settings: object) -> Preset:
@@ -57,10 +57,10 @@ def add_race(target: ModelRef, draft: ModelRef | None = None, **settings: object
     beside = None if draft else draft_beside(target)
     with suppress(ValueError):  # both models may need more memory than there is
         draft = pair(target, beside, **settings).lanes[0].model if beside else draft
-    chosen = add_pair(target, draft, **settings)
+    comparison = add_pair(target, draft, **settings)
     if draft:
-        load_presets()[OWN] = chosen = chosen.changed(lanes=[*chosen.lanes, ADAPTIVE_LOOKUP])
-    return chosen
+        load_presets()[OWN] = comparison = comparison.changed(lanes=[*comparison.lanes, ADAPTIVE_LOOKUP])
+    return comparison
 
 
 def pair(target: ModelRef, draft: ModelRef | None = None, **settings: object) -> Preset:
@@ -81,9 +81,9 @@ def pair(target: ModelRef, draft: ModelRef | None = None, **settings: object) ->
     title = f"{target.short_name} with {draft.short_name if draft else 'suffix and n-gram lookup'}"
     about = {"id": OWN, "title": title[:80], "chip": "Your models", "description": "", "chat": chat}
     start = preset(DEFAULT).with_changes(target=target, lanes=[lane.model_dump() for lane in lanes], **settings)
-    chosen = start.changed(**about, prompt=prompt_for(target, corrects))
-    Session().check_room(chosen)
-    return chosen
+    comparison = start.changed(**about, prompt=prompt_for(target, corrects))
+    Session().check_room(comparison)
+    return comparison
 
 
 def prompt_for(target: ModelRef, corrects: bool = False) -> str:
@@ -106,8 +106,8 @@ def kind_of_work(preset_id: str, prompt: str) -> str:
     """Return the kind of work of a task's, a built-in or the preset's own prompt; empty for another one."""
     kinds = {text: kind for kind, texts in work_prompts().items() for text in texts}
     kinds |= {task(name, chat=False): kind for name, (kind, _) in TASKS.items()}
-    chosen = load_presets().get(preset_id)
-    return kinds.get(prompt) or (chosen.work if chosen and chosen.prompt == prompt else "")
+    base = load_presets().get(preset_id)
+    return kinds.get(prompt) or (base.work if base and base.prompt == prompt else "")
 
 
 def comparison(preset_id: str | None, changes: Mapping[str, object]) -> Preset:
@@ -123,10 +123,10 @@ def comparison(preset_id: str | None, changes: Mapping[str, object]) -> Preset:
         if "/" in name or name.gguf or name.embedded or name in DOWNLOADS:
             raise ValueError(f"{preset_id} is a model, not a preset; name it as the target (--target)")
         start = preset(preset_id)
-        chosen = start.with_changes(**changes)
-        written = "prompt" in changes or chosen.target == start.target or has_chat_template(start.target) is not False
-        chats = chosen.chat is not False and has_chat_template(chosen.target)
-        return chosen.changed(prompt=QUESTION) if chats and not written else chosen
+        race = start.with_changes(**changes)
+        written = "prompt" in changes or race.target == start.target or has_chat_template(start.target) is not False
+        chats = race.chat is not False and has_chat_template(race.target)
+        return race.changed(prompt=QUESTION) if chats and not written else race
     if not isinstance(target, str):
         raise ValueError(
             f"Missing argument 'PRESET'. `{program()} presets` lists them; or name a model: --target MODEL"

@@ -32,7 +32,7 @@ class Served:
 
 def served(preset: Comparison, engine: str, gpus: int = 1) -> Iterator[Served]:
     """Yield the baseline and every lane. gpus: GPUs per server. Raises ValueError for an unknown engine."""
-    chosen = serving_engine(engine)
+    served_by = serving_engine(engine)
     plain = Lane(method=BASELINE, server=preset.server)
     for place, lane in enumerate((plain, *preset.lanes)):
         server = lane.server or f"http://127.0.0.1:{FIRST_PORT + place}"
@@ -49,10 +49,10 @@ def served(preset: Comparison, engine: str, gpus: int = 1) -> Iterator[Served]:
             options=to_values(lane.parsed),
         )
         try:
-            found = Served(name, server, chosen.command(config), note=chosen.note(config))
+            entry = Served(name, server, served_by.command(config), note=served_by.note(config))
         except UnsupportedByEngine as reason:
-            found = Served(name, server, [], str(reason))
-        yield found
+            entry = Served(name, server, [], str(reason))
+        yield entry
 
 
 def serve_commands(preset: Preset, engine: str, gpus: int = 1) -> list[str]:
@@ -88,8 +88,8 @@ class Program:
     @classmethod
     def find(cls, engine: str, command: str | None = None, gpus: int = 1) -> "Program":
         """Find an installed engine. Raises ValueError, with the command that installs it, if there is none."""
-        chosen = serving_engine(engine)
-        return cls(chosen, gpus, chosen.probe(chosen.find(command)), command)
+        server_engine = serving_engine(engine)
+        return cls(server_engine, gpus, server_engine.probe(server_engine.find(command)), command)
 
     @property
     def title(self) -> str:

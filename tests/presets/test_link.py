@@ -20,7 +20,16 @@ from specdemo.models.shipped import EMBEDDED
 from specdemo.presets import link
 from specdemo.presets.files import DEFAULT, Preset, allowed_models, load_presets, read_presets
 from specdemo.presets.limits import LIMITS
-from specdemo.presets.link import ANOTHER, ELSEWHERE, FOREIGN, OWN, from_query, to_command, to_query
+from specdemo.presets.link import (
+    ANOTHER,
+    ELSEWHERE,
+    FOREIGN,
+    OWN,
+    changed_by_query,
+    from_query,
+    to_command,
+    to_query,
+)
 
 PRESETS = load_presets()
 BASE = PRESETS[DEFAULT]
@@ -308,7 +317,8 @@ def test_nothing_in_a_link_raises_or_passes_the_limits(query):
     assert Preset.model_validate(chosen.model_dump()) == chosen
     assert set(chosen.models) <= set(allowed_models(PRESETS))
     assert chosen.with_changes() == chosen
-    sweep, more = Sweep().from_query({name: value for name, value in query.items() if isinstance(value, str)})
+    texts = {name: value for name, value in query.items() if isinstance(value, str)}
+    sweep, more = changed_by_query(Sweep(), texts)
     assert sweep and all(note.isprintable() and len(note) < 1000 for note in (*notes, *more))
 
 
