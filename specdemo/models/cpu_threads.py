@@ -26,6 +26,7 @@ UNCHANGED = nullcontext()  # the number of threads
 SLOW_PASSES = 3  # passes in a row that must be slow
 SLOW_RATIO = 1.5  # their time, relative to the median of the passes before
 SLOW_FROM_START = 3.0  # or relative to the measured time: long texts and slow phases of a shared host cost up to 2
+STALL_RATIO, STALL_MS = 6.0, 100.0  # one pass is enough that takes so many times, and so much longer than, that
 
 
 def threads(count: int) -> AbstractContextManager[None]:
@@ -147,7 +148,8 @@ class ThreadLimit:
         slow = SLOW_FROM_START * one  # a disturbance that lasts from the first pass on is in all passes before
         if len(before) >= SLOW_PASSES:
             slow = min(slow, SLOW_RATIO * median(before))
-        if len(last) < SLOW_PASSES or min(last) < slow:
+        stalls = ms > max(STALL_RATIO * expected, expected + STALL_MS)
+        if not stalls and (len(last) < SLOW_PASSES or min(last) < slow):
             return False
         self.threads = max(n for n in (*thread_counts(), 1) if n < used)
         self._costs.clear()

@@ -211,6 +211,8 @@ def test_slow_passes_lower_the_threads_of_all_lanes(monkeypatch):
     assert not any(limit.record(10.0 + 90.0 * (n > 5), 1, 4, {}) for n in range(9))  # another target, not measured
     limit.start_run()
     assert limit.threads > 4
+    assert limit.record(130.0, 1, 4, flat) and limit.threads == 2  # every product waited for a taken core
+    assert not limit.record(130.0, 1, 2, {1: 30.0})
 
 
 def test_passes_that_cost_what_was_measured_are_no_disturbance(monkeypatch):
