@@ -67,16 +67,16 @@ def ui(
         raise ValueError(taken) from None  # Gradio's message names its own settings
 
 
-def _start(chosen: str | None, target: str | None, draft: str | None, given: Mapping[str, object]) -> str:
+def _start(preset_id: str | None, target: str | None, draft: str | None, given: Mapping[str, object]) -> str:
     """Return the preset to start with. Raises ValueError for models that are unusable, and on a public page."""
     if target is None:
         if draft is not None or given:
             option = "draft" if draft is not None else next(iter(given)).replace("_", "-")
             raise ValueError(f"--{option} needs a target; add --target MODEL")
-        return chosen or DEFAULT
+        return preset_id or DEFAULT
     if public():
         raise ValueError("a public page offers only the models of its presets; remove --target")
-    if chosen is not None:
+    if preset_id is not None:
         raise ValueError("--preset and --target exclude each other; give one of them")
 
     return add_race(ModelRef(target), ModelRef(draft) if draft else None, **given).id

@@ -196,12 +196,12 @@ def wire_save(button: gr.Button, save: Callable[[gr.Request], dict[str, str]]) -
     button.click(save, None, file, **QUIET).success(None, file, None, js=assets.text("save.js"), **QUIET)
 
 
-def component_props(chosen: Preset) -> dict[str, Values]:
+def component_props(race: Preset) -> dict[str, Values]:
     """Return the properties of every control of `Controls.parts` for a comparison."""
-    values = to_values(chosen)
+    values = to_values(race)
     values |= {f"last-{name}": values[name] for n in NUMBERS for name in ("target", f"method-{n}", f"acceptance-{n}")}
     shown: dict[str, Values] = {name: {"value": value} for name, value in values.items()}
-    for n, lane in zip(NUMBERS, padded(chosen), strict=True):
+    for n, lane in zip(NUMBERS, padded(race), strict=True):
         model = shown[f"model-{n}"]
         model["choices"] = model_choices(
             [model["value"]] if model["value"] else []
@@ -209,17 +209,17 @@ def component_props(chosen: Preset) -> dict[str, Values]:
         model["visible"] = lane is None or lane.model is not None
         shown[f"server-{n}"]["choices"] = _servers(lane.server if lane else None)
     shown["more"] = {"value": None}
-    shown |= {"about": {"value": setup.about(load_presets()[chosen.id])}, "unfit": {"value": published(chosen.target)}}
-    return shown | _chat_looks(chosen.target, chosen.chat, chosen.system) | _lane_looks(len(chosen.lanes))
+    shown |= {"about": {"value": setup.about(load_presets()[race.id])}, "unfit": {"value": published(race.target)}}
+    return shown | _chat_looks(race.target, race.chat, race.system) | _lane_looks(len(race.lanes))
 
 
 def _updates(shown: Mapping[str, Values]) -> Values:
     return {name: gr.update(**look) for name, look in shown.items()}
 
 
-def fill(chosen: Preset, drawn: Mapping[str, int]) -> Values:
+def fill(race: Preset, drawn: Mapping[str, int]) -> Values:
     """Return updates of `Controls.parts` that show this comparison."""
-    return _updates(component_props(chosen)) | {name: drawn[name] + 1 for name in DRAWN}
+    return _updates(component_props(race)) | {name: drawn[name] + 1 for name in DRAWN}
 
 
 def offer(_: gr.Request | None, values: Values, allow_any_model: bool = False) -> Values:
@@ -356,8 +356,8 @@ def _of_files(allow_any_model: bool) -> str | None:
     return f"or type the path of a file or folder{hub}" if offers_files() or allow_any_model else None
 
 
-def _servers(chosen: str | None) -> list[tuple[str, str]]:
-    return [HERE, *((f"server {host(at)}", at) for at in dict.fromkeys(at for at in (chosen, *listed()) if at))]
+def _servers(server: str | None) -> list[tuple[str, str]]:
+    return [HERE, *((f"server {host(at)}", at) for at in dict.fromkeys(at for at in (server, *listed()) if at))]
 
 
 def draw_setting(of: type[Settings], name: str, value: object, **place: object) -> object:
@@ -467,11 +467,11 @@ def _count_on(more: int, _: gr.Request, values: Values) -> Values:
     n = shown["count"]["value"]
     drafted = {f"drawn-{n}": values[f"drawn-{n}"] + 1}
     if more > 0 and (drafts := fitting_models(ModelRef(values["target"]), DRAFTING[0])):
-        chosen = gr.update(value=drafts[0], choices=model_choices(drafts, ModelRef(values["target"])), visible=True)
+        drafter = gr.update(value=drafts[0], choices=model_choices(drafts, ModelRef(values["target"])), visible=True)
         drafted |= {
             f"method-{n}": DRAFTING[0],
             f"last-method-{n}": DRAFTING[0],
-            f"model-{n}": chosen,
+            f"model-{n}": drafter,
             f"options-{n}": {},
         }
     return _updates(shown) | drafted

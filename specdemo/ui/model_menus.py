@@ -52,12 +52,12 @@ def page_preset() -> Preset:
     return load_presets().get(OWN) or preset(DEFAULT)
 
 
-def check_models(chosen: Preset, allow_any_model: bool, typed: bool = False) -> Preset:
+def check_models(comparison: Preset, allow_any_model: bool, typed: bool = False) -> Preset:
     """Return the preset. Raises ValueError if it names a model that the page does not offer. typed: as `not_offered`
     has it."""
-    if reason := not_offered(chosen.models, allow_any_model, typed):
+    if reason := not_offered(comparison.models, allow_any_model, typed):
         raise ValueError(reason)
-    return chosen
+    return comparison
 
 
 def check_names(names: Iterable[str], allow_any_model: bool) -> None:

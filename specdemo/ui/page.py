@@ -127,11 +127,11 @@ def _race_tab(page: gr.Blocks, races: Races, first: Preset, allow_any_model: boo
     edits += [form.parts[name].click for name in ("add", "remove", *(f"task-{task}" for task in TASKS))]
     gr.on([*edits, chosen], None, None, None, js=fold.replace("FOLD", "remove"), **QUIET)
     named(opened.upload, races.open, {"file": opened}, {"view": view}, **UPLOADED)
-    _show_what_is_chosen(page, races, form, view)
+    _show_selection(page, races, form, view)
     return form
 
 
-def _show_what_is_chosen(page: gr.Blocks, races: Races, form: Controls, view: gr.HTML) -> None:
+def _show_selection(page: gr.Blocks, races: Races, form: Controls, view: gr.HTML) -> None:
     """Connect the events that show the recorded race of a preset, or the comparison of a link."""
     shown = {**form.parts, "view": view}
     linked = named(page.load, races.open_link, form.drawn, shown, **QUIET)
@@ -280,12 +280,12 @@ def _accept_link(link: str | None, names: set[str]) -> None:
 
 def preload(presets: Iterable[Preset]) -> None:
     """Load the models while the visitor reads. Errors are shown when Run is pressed."""
-    for chosen in presets:
+    for race in presets:
         with suppress(Exception):
-            session().place_models(chosen)
+            session().place_models(race)
 
 
-def _warm(chosen: Preset) -> None:
+def _warm(race: Preset) -> None:
     """Load the models if they are on this machine already."""
-    preload([chosen] if chosen.embedded else [])
+    preload([race] if race.embedded else [])
     gc.freeze()  # exclude the current objects, because collecting them would delay every visitor

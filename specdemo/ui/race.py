@@ -198,10 +198,10 @@ class Races(Jobs[Log]):
         """Return the job of a run, or a log that asks for a download first. Raises ValueError with one line, as do the
         next two functions, if there can be no run.
         """
-        chosen = from_values(values, self._any)
-        question = download_question(chosen)
+        comparison = from_values(values, self._any)
+        question = download_question(comparison)
         if not question or (last is not None and last.failure == question):  # asked before: pressed again
-            return Log(before=last, key=key(values), spec=chosen)
+            return Log(before=last, key=key(values), spec=comparison)
         log = Log(before=last)
         log.add([Failed(question)])
         return log
@@ -264,14 +264,14 @@ class Races(Jobs[Log]):
 
     def share(self, values: Values) -> str:
         """Return the link that opens the comparison again. Raises ValueError with one line."""
-        chosen = session().with_chosen_lengths(from_values(values, self._any))
-        return address(to_query(chosen, preset(chosen.id)))
+        comparison = session().with_chosen_lengths(from_values(values, self._any))
+        return address(to_query(comparison, preset(comparison.id)))
 
     def command(self, _: gr.Request, values: Values) -> Values:
         """Return the command that races the comparison; empty for settings that are not valid, as the link says."""
         with contextlib.suppress(ValueError):
-            chosen = from_values(values, self._any)
-            return {"command": to_command(chosen, preset(chosen.id))}
+            comparison = from_values(values, self._any)
+            return {"command": to_command(comparison, preset(comparison.id))}
         return {"command": ""}
 
     def open_link(self, request: gr.Request, values: Values) -> Values:
@@ -290,32 +290,32 @@ class Races(Jobs[Log]):
         """
         if values["query"] is None:
             return {}
-        chosen, refused = self.read_query(values["query"])
-        unchanged = chosen == limits.fit(preset(chosen.id))
-        shown = self.select(request, chosen.id) if unchanged else _lanes(chosen)
-        return fill(chosen, values) | {"view": with_notes(shown, refused)}
+        comparison, refused = self.read_query(values["query"])
+        unchanged = comparison == limits.fit(preset(comparison.id))
+        shown = self.select(request, comparison.id) if unchanged else _lanes(comparison)
+        return fill(comparison, values) | {"view": with_notes(shown, refused)}
 
     def read_query(self, query: Mapping[str, object] | str) -> tuple[Preset, list[str]]:
         """Return the comparison of a query, and notes on what was ignored."""
-        chosen, refused = from_query(query, load_presets(), self._any, self._start)
-        fitting = limits.fit(chosen)
-        if fitting != chosen and chosen != preset(chosen.id):
+        comparison, refused = from_query(query, load_presets(), self._any, self._start)
+        fitting = limits.fit(comparison)
+        if fitting != comparison and comparison != preset(comparison.id):
             more = f"the link exceeds the limits of this public page; {limits.HOME}"
-            refused.append(limits.PRIVATE if limits.shares(chosen) else more)
+            refused.append(limits.PRIVATE if limits.shares(comparison) else more)
         return fitting, refused
 
 
-def _lanes(chosen: Preset) -> str:
+def _lanes(comparison: Preset) -> str:
     """Return a log with the names of the lanes, and the reason why they cannot run here."""
-    full = preset(chosen.id)
-    obstacle = why_not(full) if chosen.target == full.target else ""
-    shown: Values = {"type": "idle", "lanes": chosen.lane_names[1:], "obstacle": obstacle}
+    full = preset(comparison.id)
+    obstacle = why_not(full) if comparison.target == full.target else ""
+    shown: Values = {"type": "idle", "lanes": comparison.lane_names[1:], "obstacle": obstacle}
     return Log(still=True).text + to_line(shown)
 
 
 @lru_cache
 def _recorded(preset_id: str) -> Log | None:
     """Return the recorded race of a preset as a still log; the same for all visitors."""
-    chosen = preset(preset_id)
-    trace = recorded(chosen.id)
-    return replayed(trace, still=True, key=key(to_values(limits.fit(chosen)))) if trace else None
+    comparison = preset(preset_id)
+    trace = recorded(comparison.id)
+    return replayed(trace, still=True, key=key(to_values(limits.fit(comparison)))) if trace else None

@@ -47,17 +47,17 @@ def menus() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     return first, [(f"{p.title} · {_needs(p)}" if p.group else p.title, p.id) for p in others]
 
 
-def _needs(chosen: Preset) -> str:
-    return f"needs {'' if 'RAM' in (chosen.group or '') else 'a GPU with '}{chosen.group}"
+def _needs(comparison: Preset) -> str:
+    return f"needs {'' if 'RAM' in (comparison.group or '') else 'a GPU with '}{comparison.group}"
 
 
-def to_values(chosen: Preset) -> Values:
+def to_values(comparison: Preset) -> Values:
     """Return the values of `Controls.inputs`."""
-    values: Values = {"preset": chosen.id, "count": len(chosen.lanes)}
-    values |= {name: getattr(chosen, name) for name in COMPARISON_FIELDS}
-    values["chat"] = prompt_format(chosen.target, chosen.chat)
-    last = chosen.lanes[-1]  # whose method an added lane has where no draft model fits
-    for n, lane in zip(NUMBERS, padded(chosen), strict=True):
+    values: Values = {"preset": comparison.id, "count": len(comparison.lanes)}
+    values |= {name: getattr(comparison, name) for name in COMPARISON_FIELDS}
+    values["chat"] = prompt_format(comparison.target, comparison.chat)
+    last = comparison.lanes[-1]  # whose method an added lane has where no draft model fits
+    for n, lane in zip(NUMBERS, padded(comparison), strict=True):
         shown = lane or Lane(method=last.method, model=last.model, options=last.options)
         values |= {f"{name}-{n}": getattr(shown, name) for name in LANE}
         values[f"model-{n}"] = shown.model
@@ -100,9 +100,9 @@ def known_options(known: Iterable[Setting], options: Mapping[str, object]) -> di
     return {one.name: options[one.name] for one in known if one.name in options}
 
 
-def padded(chosen: Preset) -> list[Lane | None]:
+def padded(comparison: Preset) -> list[Lane | None]:
     """Return the lanes of a preset, with None for each unused place of the form."""
-    return [*chosen.lanes, *[None] * (LANES - len(chosen.lanes))]
+    return [*comparison.lanes, *[None] * (LANES - len(comparison.lanes))]
 
 
 def _lane_config(lane: Values, named: Sequence[Lane]) -> Values:
@@ -167,11 +167,11 @@ def row_data(values: Values, query: str | None = None, of_lane: str = "", told: 
 
     of_lane: reason why a lane cannot run. told: the field of the target says it.
     """
-    chosen = preset(values["preset"])
-    here = why_not(chosen) if values["target"] == chosen.target else ""
-    instead = nearest_runnable(chosen) if here else None
+    comparison = preset(values["preset"])
+    here = why_not(comparison) if values["target"] == comparison.target else ""
+    instead = nearest_runnable(comparison) if here else None
     obstacle = f"This machine cannot run it: {here}." if here else of_lane
-    data = {"preset": chosen.id, "title": chosen.chip or chosen.title, "custom": _is_custom(values)}
+    data = {"preset": comparison.id, "title": comparison.chip or comparison.title, "custom": _is_custom(values)}
     data |= {"chips": chips(values), "key": key(values), "query": query, "told": told}
     return json_text(data | {"obstacle": obstacle, "instead": instead and [instead.id, instead.chip or instead.title]})
 
@@ -212,8 +212,8 @@ def chips(values: Values) -> list[tuple[str, str]]:
 def _query(values: Values) -> str | None:
     """Return the query of a link to the settings; None if they are not valid, for instance half typed."""
     try:
-        chosen = from_values(values, allow_any_model=True)
-        return to_query(chosen, limits.fit(preset(chosen.id)))
+        comparison = from_values(values, allow_any_model=True)
+        return to_query(comparison, limits.fit(preset(comparison.id)))
     except (TypeError, ValueError):
         return None
 
@@ -222,19 +222,19 @@ def _is_custom(values: Values) -> bool:
     return key(values) != key(to_values(limits.fit(preset(values["preset"]))))
 
 
-def about(chosen: Preset) -> str:
+def about(comparison: Preset) -> str:
     """Return the description and requirements of a preset as HTML."""
-    words = [chosen.description]
-    if chosen.memory_gb is not None:
-        login = "gated: needs a login, " if chosen.gated else ""
-        source = packaged.DOWNLOADS.get(chosen.target, "Downloaded from the Hugging Face hub")
-        source = "On this machine" if chosen.here else source
-        words.append(f"{source}; about {chosen.memory_gb:g} GB of memory, {login}{chosen.licence}.")
-    return f"<b>{escape(chosen.title)}.</b> {escape(' '.join(words))}"
+    words = [comparison.description]
+    if comparison.memory_gb is not None:
+        login = "gated: needs a login, " if comparison.gated else ""
+        source = packaged.DOWNLOADS.get(comparison.target, "Downloaded from the Hugging Face hub")
+        source = "On this machine" if comparison.here else source
+        words.append(f"{source}; about {comparison.memory_gb:g} GB of memory, {login}{comparison.licence}.")
+    return f"<b>{escape(comparison.title)}.</b> {escape(' '.join(words))}"
 
 
 def described(values: Values) -> str:
     """Return the description of the preset, or a description of the settings if they differ from the preset's."""
-    chosen = preset(values["preset"])
+    base = preset(values["preset"])
     line = " · ".join(words for _, words in chips(values))
-    return f"<b>Custom (from {escape(chosen.title)}).</b> {escape(line)}" if _is_custom(values) else about(chosen)
+    return f"<b>Custom (from {escape(base.title)}).</b> {escape(line)}" if _is_custom(values) else about(base)
