@@ -6,7 +6,7 @@ events and graphs, and the rules apply that the code broke on real GPUs, or is m
 Counts. Every operation counts as the kernels that it starts on a GPU (`KERNELS`, otherwise one; views and empty memory
 none), and every wait of the host for the device as a synchronisation. Nothing is timed.
 
-Places. Tensors of the device and of the host must not be mixed. Products of integers are rejected.
+Places. Tensors of the device and of the host must not be mixed.
 
 Strides. Attention returns its result as [B, S, H, E] in memory, as the kernels of a GPU do.
 
@@ -17,8 +17,7 @@ Graphs. A graph is a tape. Its capture records the operations and their memory a
 replay runs the operations on the same memory, so that values computed by the host meanwhile stay constant. A capture
 must not wait, copy from pageable memory or read results back. Graphs of one pool overwrite each other's results;
 destroying a graph frees the workspace of its stream for all other graphs on it (pytorch #175276); a pool ends with its
-last graph. An operation that is not permitted in a capture ends it with an error and leaves the state that torch 2.11
-leaves: the thread on the capture's stream, the allocator still serving the capture, the pool referenced.
+last graph. An operation that is not permitted in a capture ends it with an error.
 
 Memory. The memory of tensors is counted. Grouped products wait, except where a GPU has a kernel for them.
 
@@ -26,6 +25,7 @@ It cannot show time, rounding, races between streams and which attention kernel 
 """
 
 import os
+import sys
 import warnings
 import weakref
 from collections import Counter
@@ -83,13 +83,6 @@ class OnDevice(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return _dispatched(func, types, args, kwargs)
 
-    def __deepcopy__(self, memo):
-        made = OnDevice(self.here.clone())
-        return nn.Parameter(made, self.requires_grad) if isinstance(self, nn.Parameter) else made
-
-    def numpy(self, **_):
-        raise TypeError("can't convert a cuda tensor to numpy")
-
 
 def _reading(name):
     def read(self):
@@ -111,19 +104,18 @@ class World:
         self.waits = Counter()  # by reason
         self.replays = 0
         self.recorded = []  # weak references to every graph
-        self.refuse = None  # an error for the first operation of the next captures
         self.capability = (9, 0)
-        self.underway = []  # pools of captures that the allocator still serves
+        self.captures = 0  # also those that failed
         self.capturing = None
         self.stream = Stream(index=0)
         self.made = Counter()  # streams by priority
         self.joins = []  # pairs of streams: one that waited, and for which
         self.generation = Counter()  # of each stream's workspace
-        self.pools = Counter()  # references by pool handle
+        self.pools = Counter()  # graphs by pool handle
         self.copies = []  # of asynchronous copies to the host: the tensor on the host and its values
         self.held = Counter()  # tensors by address of their memory
         self.allocated = 0  # bytes
-        self.no_waits, self.warned = False, False
+        self.no_waits = False
 
     launches = property(lambda self: self.kernels.total())
     syncs = property(lambda self: self.waits.total())
@@ -136,7 +128,6 @@ class World:
     def wait(self, why):
         """Let the host wait for the device."""
         if self.capturing is not None:
-            self.capturing.invalid = True
             raise RuntimeError(f"operation not permitted when stream is capturing: {why}")
         if self.no_waits:
             raise RuntimeError(f"called a synchronizing CUDA operation: {why}")
@@ -172,8 +163,6 @@ class World:
         from_host = [x for x in tensors if x.dim() and not isinstance(x, OnDevice)]
         if from_host and name not in MIXED:
             raise RuntimeError(f"Expected all tensors to be on the same device, but found cuda:0 and cpu in {name}")
-        if name in PRODUCTS and not (tensors[0].is_floating_point() or tensors[0].is_complex()):
-            raise RuntimeError(f'"{name}_cuda" not implemented for {tensors[0].dtype}')
         if name in WAITING or (name == "index" and any(t.dtype in (torch.bool, torch.uint8) for t in tensors[1:])):
             self.wait(name)
         if name == "_grouped_mm" and not (self.capability in GROUPED and tensors[0].dtype == torch.bfloat16):
@@ -338,60 +327,45 @@ class Stream:
     def wait_stream(self, other):
         the.joins.append((self.index, other.index))
 
-    def synchronize(self):
-        the.wait("a stream")
-
 
 class Event:
-    """A CUDA event: the number of kernels and replays launched before it."""
+    def __init__(self, **_): ...
 
-    def __init__(self, **_):
-        self.at = 0
-
-    def record(self, stream=None):
-        self.at = the.launches + the.replays
+    def record(self, stream=None): ...
 
     def synchronize(self):
         if the.copies:
             the.wait("an event")
 
     def elapsed_time(self, after):
-        return 0.01 * (after.at - self.at)  # 10 us per kernel
+        return 1.0
 
 
 class CUDAGraph:
     def __init__(self):
         self.tape, self.stream, self.handle = [], None, None
-        self.workspace = self.spoiled = self.invalid = False
-        self.finish = lambda: None  # frees the resources of a finished capture
+        self.workspace = self.spoiled = False
 
     def note(self, func, args, kwargs, results, name):
-        if the.refuse is not None:
-            # Running out of memory does not invalidate a capture.
-            self.invalid = not isinstance(the.refuse, torch.OutOfMemoryError)
-            raise the.refuse
         self.tape.append((func, args, kwargs, [x for x in results if isinstance(x, torch.Tensor)]))
         self.workspace |= name in PRODUCTS
 
     def begin(self, pool, stream):
-        if the.underway:
-            raise RuntimeError("INTERNAL ASSERT FAILED: the allocator still serves a capture that has failed")
         self.handle, self.stream = pool, stream.index
         if pool in the.pools and not the.pools[pool]:
             raise RuntimeError("INTERNAL ASSERT FAILED: the pool of this capture is gone")
         the.pools[pool] += 1
-        the.underway.append(pool)
+        the.captures += 1
         the.capturing = self
 
-    def end(self):
+    def end(self, failed):
         the.capturing = None
         self.spoil()
-        if self.invalid:
-            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
-        the.underway.remove(self.handle)
+        if failed:
+            return
         the.recorded.append(weakref.ref(self))
         self.generation = the.generation[self.stream]
-        self.finish = weakref.finalize(self, _ended, the, self.stream, self.handle)
+        weakref.finalize(self, _ended, the, self.stream, self.handle)
 
     def spoil(self):
         """Fill the results with nonsense."""
@@ -399,10 +373,6 @@ class CUDAGraph:
         for *_, results in self.tape:
             for result in results:
                 _spoil(result)
-
-    def reset(self):
-        self.tape = []
-        self.finish()
 
     def pool(self):
         return self.handle
@@ -438,21 +408,25 @@ def _spoil(tensor):
         tensor.fill_(max(limits.min, -(1 << 20)) if limits.min else limits.max)
 
 
-class graph:
-    """A capture like torch.cuda.graph. If its end fails, it does not leave the stream's context."""
+@contextmanager
+def on_stream(stream):
+    before, the.stream = the.stream, stream
+    try:
+        yield
+    finally:
+        the.stream = before
 
-    def __init__(self, made, pool, stream, capture_error_mode="global"):
-        self.made, self.pool, self.stream = made, pool, stream
 
-    def __enter__(self):
-        the.wait("the device")
-        self.context = on_stream(self.stream)
-        self.context.__enter__()
-        self.made.begin(self.pool, self.stream)
-
-    def __exit__(self, *error):
-        self.made.end()
-        self.context.__exit__(*error)
+@contextmanager
+def graph(made, pool, stream, capture_error_mode="global"):
+    """Capture like torch.cuda.graph."""
+    the.wait("the device")
+    with on_stream(stream):
+        made.begin(pool, stream)
+        try:
+            yield
+        finally:
+            made.end(failed=sys.exc_info()[0] is not None)
 
 
 class Generator(torch.Generator):
@@ -460,39 +434,6 @@ class Generator(torch.Generator):
 
     def __new__(cls, device=None):
         return super().__new__(cls)
-
-
-def end_allocate_to_pool(device, pool):
-    if pool not in the.underway:
-        raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
-    the.underway.remove(pool)
-
-
-def release_pool(device, pool):
-    if not the.pools[pool]:
-        raise RuntimeError("INTERNAL ASSERT FAILED: the pool has no reference left")
-    the.pools[pool] -= 1
-
-
-class on_stream:
-    """A context like torch.cuda.stream. It never ends if nothing calls `__exit__`, as after a failed capture."""
-
-    def __init__(self, stream):
-        self.stream = stream
-
-    def __enter__(self):
-        self.before, the.stream = the.stream, self.stream
-
-    def __exit__(self, *error):
-        the.stream = self.before
-
-
-def set_sync_debug_mode(mode):
-    """Set the mode, then warn, in torch's order: a warning turned into an error leaves the mode set."""
-    the.no_waits = mode == "error"
-    if the.no_waits and not the.warned:
-        the.warned = True
-        warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=2)
 
 
 def move(module, dtype=None):
@@ -555,14 +496,12 @@ def pretended():
         "stream": on_stream,
         "device": lambda device: nullcontext(),
         "current_stream": lambda device=None: world.stream,
-        "set_sync_debug_mode": set_sync_debug_mode,
+        "set_sync_debug_mode": lambda mode: setattr(world, "no_waits", mode == "error"),
     }
     # The simulation is active in this thread only, and transformers would load weights to the device in others.
     one_thread = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}
-    pools = {"_cuda_endAllocateToPool": end_allocate_to_pool, "_cuda_releasePool": release_pool}
     with ExitStack() as stack:
         stack.enter_context(patch.multiple(torch.cuda, **cuda))
-        stack.enter_context(patch.multiple(torch._C, **pools))
         stack.enter_context(patch.dict(os.environ, one_thread))
         # A target of another world may still exist, and its streams would count as used on this one's devices.
         stack.enter_context(patch("specdemo.kv.graphs._owners", weakref.WeakSet()))

@@ -110,7 +110,8 @@ def test_a_recorded_draft_is_the_draft(name, without_graphs):
     for target in (without_graphs("llama"), fused_target("llama")):
         drafter = make_drafter_for(name, target)
         events = list(generate(target, drafter, texts(1, 9).cuda(), config))
-        drafted.append([(event.drafted, event.emitted) for event in events[:-4]])  # the last drafts are shorter
+        compared = events[:-4] if name == "eagle" else events  # a smaller tree has other nodes
+        drafted.append([(event.drafted, event.emitted) for event in compared])
     assert target.note == drafter.graph_note == ""
     assert drafted[0] == drafted[1]
 
@@ -146,16 +147,3 @@ def test_a_replay_does_not_wait_for_the_device(slots):
     target.forward(tokens, tree)  # captures
     with no_synchronisation():
         target.forward(tokens, tree)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_on_the_second_device():
-    """The first device stays the current one."""
-    model = build("llama").to("cuda:1")
-    fuse_layers(model)
-    target = HFTarget(model)
-    drafter = make_drafter_for("eagle", target)
-    config = GenerationConfig(24, budget=Budget(3, 3), stop_token_ids=())
-    events = list(generate(target, drafter, texts(1, 9).to("cuda:1"), config))
-    assert target.note == drafter.graph_note == ""
-    assert all(event.ms["verify"] > 0.0 for event in events[1:])

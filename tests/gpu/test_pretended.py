@@ -15,7 +15,6 @@ from tests.gpu.test_graphs import (  # noqa: F401
     without_graphs,
 )
 from tests.gpu.test_target import (  # noqa: F401
-    test_a_chain_is_verified_without_waiting_for_the_device,
     test_every_path_of_a_tree,
     test_ragged_rows,
     test_release_gives_the_memory_back,

@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from specdemo.core.tree import Draft, chain_parents
+from specdemo.core.tree import chain_parents
 from specdemo.models.cpu_plan import CpuPlan, CpuSettings
 from specdemo.models.pass_cost import plan_passes
 from specdemo.models.target import HFTarget
-from tests.gpu.device import no_synchronisation
-from tests.models.tiny import TREES, VOCABULARY, build, fresh, texts
+from tests.models.tiny import TREES, build, fresh, texts
 
 pytestmark = pytest.mark.gpu
 TREE = [0, 0, 1, 1, 2, 5, 0, 6]
@@ -48,17 +47,6 @@ def test_ragged_rows(name):
     logits = target.forward(following.cuda(), torch.empty(3, 0, dtype=torch.int64).cuda()).logits.cpu()
     for row_tokens, text, token in zip(logits, rows, following.tolist(), strict=True):
         torch.testing.assert_close(row_tokens[0], fresh(reference, text + token), rtol=1e-3, atol=5e-3)
-
-
-def test_a_chain_is_verified_without_waiting_for_the_device():
-    target = HFTarget(build("llama").cuda())
-    target.start(texts(1, 13).cuda())
-    draft = Draft.chain(torch.tensor([[5, 6, 7]]).cuda())
-    tokens = torch.cat([texts(1, 1).cuda(), draft.tokens], 1)
-    target.forward(tokens, draft.parents)  # the plan is made once
-    with no_synchronisation():
-        logits = target.forward(tokens, draft.parents).logits
-    assert logits.shape == (1, 4, VOCABULARY)
 
 
 def test_release_gives_the_memory_back():

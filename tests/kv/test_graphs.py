@@ -13,7 +13,7 @@ from specdemo.models import packed
 from specdemo.models.fused import fuse_layers
 from specdemo.models.target import HFTarget
 from tests.models.test_kernels import MODELS
-from tests.models.tiny import Replayed, build, failing, force_layout, forgetful, texts
+from tests.models.tiny import Replayed, build, failing, force_layout, forgetful, texts, without_memory
 
 TREE = torch.tensor([[0, 0, 1, 1, 2, 5]])
 TAPS = (0, 2, -1)
@@ -121,6 +121,7 @@ def test_passes_wider_than_the_widest_run_as_they_are():
     [
         (failing, "CUDA graph capture failed (operation not permitted when stream is capturing)"),
         (forgetful, "returned another result"),
+        (without_memory, "no memory for the CUDA graphs of size 5"),
     ],
 )
 def test_failed_capture_falls_back_to_eager_with_a_note(recorder, reason):
@@ -132,7 +133,7 @@ def test_failed_capture_falls_back_to_eager_with_a_note(recorder, reason):
             outputs.append(each.forward(texts(1, 5), chain(1, 4)).logits)
         torch.testing.assert_close(outputs[1], outputs[0])
     assert reason in target.note
-    assert target.facts.kernels == plain.facts.kernels
+    assert target.facts.kernels == plain.facts.kernels + ", graphs" * (recorder is without_memory)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -161,6 +162,16 @@ def test_stateful_model_is_not_captured():
     assert recorder.recorded == 0
     assert "graphs" not in target.facts.kernels
     assert target.note == "its cache cannot be rewritten in place, so every operation is launched separately"
+
+
+def test_model_on_several_devices_is_not_captured():
+    recorder, model = Replayed(), build("llama")
+    model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
+    target = HFTarget(model, capture=recorder)
+    target.start(texts(1, 9))
+    target.forward(texts(1, 5), chain(1, 4))
+    assert recorder.recorded == 0
+    assert target.note.startswith("its layers are on several devices")
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")

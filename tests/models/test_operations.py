@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
 from specdemo.kv.graphs import TOLERANCE
 from specdemo.models import operations
 from specdemo.models.operations import KERNELS, PLAIN, works
+from tests.gpu.device import pretended
 
 ROOT = Path(__file__).parents[2]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -159,6 +161,22 @@ def test_kernels_compile_for_gpus(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     sizes = run_here("compiled_kernels", interpret=False)
     assert len(sizes) == len(KERNEL_FUNCTIONS) * len(DTYPES) * len(GPUS) and min(sizes.values()) > 0
+
+
+@pytest.mark.parametrize("setting", [None, "silu_mul,add_rms_norm", "0"])
+def test_a_kernel_is_compared_before_it_is_used(setting, monkeypatch):
+    monkeypatch.setattr(operations, "find_spec", lambda name: name)
+    if setting is not None:
+        monkeypatch.setenv(operations.TRITON_VARIABLE, setting)
+    with pretended():
+        for name, plain in PLAIN.items():
+            works.cache_clear()
+            assert works(name, torch.device("cuda:0"), torch.float16) == (setting is None or name in setting)
+            works.cache_clear()
+            with monkeypatch.context() as other:  # another result than plain operations
+                other.setitem(PLAIN, name, lambda *a, plain=plain: tree_map(lambda x: x + 1, plain(*a)))
+                assert not works(name, torch.device("cuda:0"), torch.float16)
+    works.cache_clear()
 
 
 def test_kernels_are_used_on_a_gpu_only(monkeypatch):
