@@ -13,20 +13,24 @@ import torch
 
 TESTS = Path(__file__).parents[1]
 SETS = {"AVX2": ("avx2", "AVX2"), "DEFAULT": ("default", "SSE41")}  # name in torch -> ATEN_CPU_CAPABILITY, oneDNN
-FILES = "models/test_kernels.py models/test_load.py models/test_real_models.py".split()
-FILES += "engine/test_verdict.py engine/test_lossless.py".split()
-OTHERS = "models/test_causal.py models/test_cpu_plan.py models/test_target.py".split()  # before a release
 RELEASE = pytest.mark.release
+FILES = [
+    "models/test_kernels.py models/test_load.py engine/test_verdict.py",
+    "models/test_real_models.py",
+    "engine/test_lossless.py",
+    pytest.param("models/test_causal.py models/test_cpu_plan.py models/test_target.py", marks=RELEASE),
+]
 
 
-@pytest.mark.parametrize("file", [*FILES, *(pytest.param(file, marks=RELEASE) for file in OTHERS)])
+@pytest.mark.parametrize("files", FILES)
 @pytest.mark.parametrize("name", ["AVX2", pytest.param("DEFAULT", marks=RELEASE)])
-def test_models_load_and_write_their_text_with_another_instruction_set(name, file):
+def test_models_load_and_write_their_text_with_another_instruction_set(name, files):
     if torch.backends.cpu.get_cpu_capability() in (name, "DEFAULT"):
         pytest.skip("this machine has no other instruction set" if name == "DEFAULT" else "all tests run with it here")
     aten, onednn = SETS[name]
     variables = {"ATEN_CPU_CAPABILITY": aten, "ONEDNN_MAX_CPU_ISA": onednn}
-    command = [sys.executable, "-m", "pytest", str(TESTS / file), "-q", "--numprocesses=0", "-p", "no:cacheprovider"]
+    paths = [str(TESTS / file) for file in files.split()]
+    command = [sys.executable, "-m", "pytest", *paths, "-q", "--numprocesses=0", "-p", "no:cacheprovider"]
     # llama.cpp is built for one instruction set, and a replay runs the same operations
     command += ["-k", "not gguf and not smaller and not recorded"]
     run = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, cwd=TESTS.parent)

@@ -1,5 +1,6 @@
 import json
 import random
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
 from specdemo.models.load import load_target
-from specdemo.training.collect import Plan, TeacherData, load_cache
+from specdemo.training.collect import Plan, TeacherData, load_cache, read_corpus
 from specdemo.training.fit import train_steps
 from tests.recipes.test_llama import shape
 from tests.training.test_fit import ticking
@@ -38,13 +39,23 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def shrink(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(cards, "SAMPLE_TOKENS", 8)
+    for name, recipe in list(RECIPES.items()):
+        small = replace(recipe, shape=shape(1, 32, 48, 2), minutes=0.005, plan=PLAN, threads=1)
+        patch.setitem(RECIPES, name, small)
+
+
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cards, "SAMPLE_TOKENS", 8)
-    for name, recipe in list(RECIPES.items()):
-        monkeypatch.setitem(
-            RECIPES, name, replace(recipe, shape=shape(1, 32, 48, 2), minutes=0.005, plan=PLAN, threads=1)
-        )
+    shrink(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def target(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        shrink(patch)
+        return train("stories-target", corpus, tmp_path_factory.mktemp("trained") / "stories")
 
 
 def test_the_shapes_are_those_of_the_shipped_models() -> None:
@@ -56,16 +67,15 @@ def test_the_shapes_are_those_of_the_shipped_models() -> None:
 
 @pytest.mark.usefixtures("tiny")
 def test_draft_with_another_vocabulary_reads_the_targets_text(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpus: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = []
     train_on = program.train_on
     monkeypatch.setattr(program, "train_on", lambda job, corpus: (read.append(corpus), train_on(job, corpus)))
-    target = train("stories-target", corpus, tmp_path / "stories")
     draft = train("stories-draft-other", corpus, tmp_path / "draft", target=str(target), cache=tmp_path / "cache")
     target_tokenizer, draft_tokenizer = (PreTrainedTokenizerFast.from_pretrained(folder) for folder in (target, draft))
     assert target_tokenizer.get_vocab() != draft_tokenizer.get_vocab() and draft_tokenizer("Lily saw").input_ids[0] == 0
-    own = read[1].train[len(read[0].train) :]
+    own = read[0].train[len(read_corpus(corpus).train) :]
     sampled = load_cache(tmp_path / "cache", ["samples"]).tokens
     assert len(own) >= 2 * len(sampled) and own[: len(own) // 2] == own[len(own) // 2 :]
     assert (
@@ -76,8 +86,7 @@ def test_draft_with_another_vocabulary_reads_the_targets_text(
 
 
 @pytest.mark.usefixtures("tiny")
-def test_target_then_draft_end_to_end(corpus: Path, tmp_path: Path) -> None:
-    target = train("stories-target", corpus, tmp_path / "stories")
+def test_target_then_draft_end_to_end(corpus: Path, target: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     draft = train("stories-draft-wide", corpus, tmp_path / "draft", target=str(target), cache=cache)
     again = train("stories-draft-deep", corpus, tmp_path / "other", target=str(target), cache=cache)
@@ -92,23 +101,24 @@ def test_target_then_draft_end_to_end(corpus: Path, tmp_path: Path) -> None:
         assert "Apache-2.0" in card and "CDLA-Sharing-1.0" in card and "greedy: **" in card
         facts = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
         assert facts["seconds"] >= 0.3 and facts["parameters"] == model.num_parameters()
-        assert str(tmp_path) not in card + json.dumps(facts)
+        assert str(tmp_path) not in card + json.dumps(facts) and str(target.parent) not in card
     assert "Written by dice." in (target / "ATTRIBUTION.md").read_text(encoding="utf-8")
     assert not (draft / "ATTRIBUTION.md").exists()
     assert "greedy agreement" in (draft / "MODEL_CARD.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.usefixtures("tiny")
-def test_a_target_goes_on_from_its_weights(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_goes_on_from_its_weights(
+    corpus: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiled = []
     monkeypatch.setattr(torch, "compile", lambda model, **how: compiled.append(model) or model)
-    first = train("stories-target", corpus, tmp_path / "first")
-    again = train("stories-target", corpus, tmp_path / "again", start=str(first), threads=2, compile=True)
+    again = train("stories-target", corpus, tmp_path / "again", start=str(target), threads=2, compile=True)
     assert len(compiled) == 1
-    assert f"--start {first.name} --minutes" in (again / "MODEL_CARD.md").read_text(encoding="utf-8")
-    assert (again / "tokenizer.json").read_text() == (first / "tokenizer.json").read_text()
+    assert f"--start {target.name} --minutes" in (again / "MODEL_CARD.md").read_text(encoding="utf-8")
+    assert (again / "tokenizer.json").read_text() == (target / "tokenizer.json").read_text()
     losses = [
-        json.loads((f / "provenance.json").read_text())["evaluations"][-1]["held_out_loss"] for f in (first, again)
+        json.loads((f / "provenance.json").read_text())["evaluations"][-1]["held_out_loss"] for f in (target, again)
     ]
     assert losses[1] < losses[0]
 
@@ -176,8 +186,8 @@ def test_a_curve_is_bars_and_rows_with_the_end() -> None:
     assert found["rows"][-1] == points[-1] and curve([]) == {"bars": {}, "rows": []}
 
 
-def test_a_card_can_be_written_for_an_older_run(corpus: Path, tmp_path: Path, tiny: None) -> None:
-    out = train("stories-target", corpus, tmp_path)
+def test_a_card_can_be_written_for_an_older_run(target: Path, tmp_path: Path, tiny: None) -> None:
+    out = shutil.copytree(target, tmp_path / "older")
     facts = json.loads((out / "provenance.json").read_text(encoding="utf-8"))
     for name in ("recipe", "minutes", "hardware", "threads"):
         del facts[name]
