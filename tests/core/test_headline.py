@@ -75,13 +75,10 @@ def test_the_winner_is_named_only_where_its_interval_is_separate(speeds, expecte
     ("speeds", "sentence"),
     [
         ([(1.8, 1.7, 1.9)], "A is 1.80x as fast as plain decoding (95 % interval 1.70 to 1.90)."),
-        ([(0.8, 0.7, 0.9)], "Plain decoding is faster: A is 0.80x as fast (95 % interval 0.70 to 0.90)."),
         (
             [(3.8, 3.6, 4.0), (3.7, 3.5, 3.9)],
             "No clear difference between A (3.80x) and B (3.70x); both are faster than plain decoding.",
         ),
-        ([(1.1, 0.9, 1.3)], "No clear difference between A (1.10x) and plain decoding."),
-        ([(3.8, 3.6, 4.0), (3.7, 0.9, 9.0)], "No clear difference between A (3.80x) and B (3.70x)."),
     ],
 )
 def test_the_sentence(speeds, sentence):

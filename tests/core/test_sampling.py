@@ -151,15 +151,6 @@ def test_noise_is_that_of_whole_numbers_without_overflow():
         assert e == pytest.approx(-math.log1p(-(hashed + 0.5) / 2**31), rel=1e-6)
 
 
-def test_draw_without_noise_is_the_argmax():
-    assert draw(torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]), None).tolist() == [1, 2]
-
-
-def test_draw_on_a_one_hot_is_certain():
-    one_hot = torch.eye(9)
-    assert draw(one_hot, torch.Generator().manual_seed(4)).tolist() == list(range(9))
-
-
 @pytest.mark.parametrize("wrong, message", [
     ({"temperature": -1.0}, "temperature must be 0"), ({"temperature": 1e-9}, "between 0.001 and 100"),
     ({"temperature": float("nan")}, "temperature"), ({"temperature": float("inf")}, "temperature"),

@@ -60,12 +60,6 @@ def test_a_run_is_replayed_at_every_shorter_draft(guessed, recorded, data):
         assert low == high == pytest.approx(truth)
 
 
-@given(guesses, st.integers(1, 8))
-def test_at_its_own_length_a_run_is_itself(guessed, k):
-    low, value, high = replayed(decode(guessed, k), k, 0.3)
-    assert low == value == high == pytest.approx(len(guessed) / len(decode(guessed, k)))
-
-
 def test_simulated_shorter_draft_is_bounded():
     low, value, high = replayed([(4, 4), (0, 4)], 3, 0.5)  # guesses: yes yes yes yes unknown, no
     assert (low, high) == (2.0, 3.0) and value == pytest.approx(6 / 2.5)  # four tokens, then two in one pass or in two
@@ -80,10 +74,6 @@ def test_more_acceptance_never_means_fewer_tokens(rates, place, k):
     better[place % len(rates)] = 1.0
     assert Acceptance(tuple(better)).expected(k) >= Acceptance(tuple(rates)).expected(k)
     assert 1.0 <= Acceptance(tuple(rates)).expected(k) <= k + 1.0
-
-
-def test_last_acceptance_probability_continues():
-    assert Acceptance((0.8, 0.5)).expected(4) == pytest.approx(1 + 0.8 + 0.4 + 0.2 + 0.1)
 
 
 @pytest.mark.parametrize("rates", [(), (1.5,), (float("nan"),), (0.5,) * 65])
@@ -356,8 +346,3 @@ def test_advice_adaptive_lengths_and_predictions_agree(rates):
     assert [row.speedup.value for row in found.rows[:4]] == pytest.approx(
         [predicted_speedup(model.tokens(k), found.rows[k - 1].step_ms, found.plain_ms) for k in range(1, 5)]
     )
-
-
-def test_recorded_rates_are_those_of_the_cost_model():
-    accepted = [3, 3, 2, 3, 0, 1, 3, 2, 3, 1]
-    assert list(of_passes([(n, 3) for n in accepted]).rates) == measured_rates(accepted, 3)[0]

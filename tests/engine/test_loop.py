@@ -87,14 +87,6 @@ def test_perfect_draft_is_fully_accepted(target):
     assert output_outcomes(events[1]) == ["accepted"] * 4 + ["bonus"]
 
 
-def test_a_refused_draft_is_corrected(target):
-    answer = plain(target)
-    drafter = Oracle(answer, wrong=lambda position: position % 3 == 0)
-    events = list(generate(target, drafter, PROMPT, GenerationConfig(30, budget=Budget(4, 4))))
-    assert tokens(events) == answer
-    assert "corrected" in {k for e in events for k in output_outcomes(e)}
-
-
 def test_an_event_has_the_most_likely_tokens_of_the_target(target):
     answer = plain(target, 31)
     drafter = Oracle(answer, wrong=lambda position: position % 3 == 0)
@@ -131,17 +123,6 @@ def test_the_limit_is_exact_and_the_budget_never_exceeds_what_remains(target, li
         left -= len(event.emitted[0])
 
 
-def test_a_stop_token_inside_an_accepted_run_ends_the_text_there():
-    free = plain(ToyTarget(16, seed=5))
-    stop = free[7]
-    first = free.index(stop)
-    target = ToyTarget(16, seed=5, stop_token_ids=(stop,))
-    for k in (1, 3, 6, 12):
-        events = list(generate(target, Oracle(free), PROMPT, GenerationConfig(30, budget=Budget(k, k))))
-        assert tokens(events) == free[: first + 1]
-        assert len(output_outcomes(events[-1])) == len(events[-1].emitted[0])
-
-
 def test_a_stop_token_ends_the_text_at_every_place_of_an_accepted_draft():
     free = plain(ToyTarget(16, seed=5))
     places = [place for place, token in enumerate(free) if free.index(token) == place and place]
@@ -151,13 +132,6 @@ def test_a_stop_token_ends_the_text_at_every_place_of_an_accepted_draft():
         for k in (place, place + 1, place + 4):  # it is the last token of the step, or is followed by others
             events = generate(target, Oracle(free), PROMPT, GenerationConfig(30, budget=Budget(k, k)))
             assert tokens(events) == free[: place + 1]
-
-
-def test_stop_tokens_can_be_overruled():
-    free = plain(ToyTarget(16, seed=5))
-    target = ToyTarget(16, seed=5, stop_token_ids=(free[3],))
-    config = GenerationConfig(30, stop_token_ids=())
-    assert tokens(generate(target, Oracle(free), PROMPT, config)) == free
 
 
 def test_a_prompt_of_one_token(target):
@@ -174,14 +148,6 @@ def test_progress_is_aligned_and_complete(target):
     outputs = [t for p in drafter.progress for t in p.outputs[0].tolist()]
     assert inputs[1:] == outputs[:-1]
     assert outputs == (PROMPT[0].tolist()[1:] + answer)[: len(outputs)]
-
-
-def test_taps_arrive_at_the_drafter(target):
-    drafter = Oracle(plain(target))
-    drafter.taps = (-1,)
-    list(generate(target, drafter, PROMPT, GenerationConfig(12)))
-    for progress in drafter.progress:
-        assert progress.hidden[-1].shape[:2] == progress.inputs.shape
 
 
 class Reader(Drafter):

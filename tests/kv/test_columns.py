@@ -11,7 +11,6 @@ from specdemo.kv.store import KVStore
 from specdemo.kv.view import View
 
 CPU = torch.device("cpu")
-KINDS = [(0, True), (3, True), (0, False), (3, False)]
 
 
 def store_of(lengths, spare=40):
@@ -19,72 +18,6 @@ def store_of(lengths, spare=40):
     store.start(len(lengths), max(lengths) + spare)
     store.lengths = list(lengths)
     return store
-
-
-def both(lengths):
-    """Return empty spans of both kinds in one store."""
-    store = store_of(lengths)
-    return View.after(store), View.after(store, torch.tensor(lengths))
-
-
-def visible(columns, kind, rows, width, total):
-    """Return which of the first `total` keys each new column sees, bool [B, S, W]."""
-    mask = columns.mask(kind)
-    if mask is None:
-        return torch.ones(rows, width, total, dtype=torch.bool)
-    return (mask[:, 0, :, :total] == 0.0).expand(rows, width, -1)
-
-
-def positions(columns, rows):
-    return columns.positions.expand(rows, -1).tolist()
-
-
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.integers(1, 5), st.sampled_from(KINDS))
-def test_chains_are_equal_in_a_graph(lengths, width, kind):
-    eager, captured = both(lengths)
-    for step in range(2):
-        new, same = eager, captured = eager.chain(width), captured.chain(width)
-        total = max(lengths) + (step + 1) * width
-        assert positions(new, len(lengths)) == positions(same, len(lengths))
-        seen = visible(new, kind, len(lengths), width, total)
-        expected = visible(same, kind, len(lengths), width, total)
-        for row, length in enumerate(lengths):
-            end = length + (step + 1) * width
-            assert torch.equal(seen[row, :, :end], expected[row, :, :end])
-            assert kind[1] is False or not expected[row, :, end:].any()
-
-
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.data(), st.sampled_from([0, 3]))
-def test_tree_levels_are_equal_in_a_graph(lengths, data, window):
-    eager, captured = both(lengths)
-    rows, width, drafted = len(lengths), 1, 0
-    for _ in range(3):
-        parents = torch.tensor(
-            [data.draw(st.lists(st.integers(0, width - 1), min_size=2, max_size=2)) for _ in range(rows)]
-        )
-        width = 2
-        new, same = eager, captured = eager.level(parents), captured.level(parents)
-        drafted += width
-        assert positions(new, rows) == positions(same, rows)
-        total = max(lengths) + drafted
-        seen = visible(new, (window, True), rows, width, total)
-        assert torch.equal(seen, visible(same, (window, True), rows, width, total))
-
-
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.data(), st.sampled_from([0, 3]))
-def test_trees_are_equal_in_a_graph(lengths, data, window):
-    eager, captured = both(lengths)
-    nodes, rows = data.draw(st.integers(0, 6)), len(lengths)
-    parents = [[data.draw(st.integers(0, node)) for node in range(nodes)] for _ in range(rows)]
-    tree = torch.tensor(parents, dtype=torch.int64).reshape(rows, nodes)
-    new, same = eager.tree(tree), captured.tree(tree)
-    assert positions(new, rows) == positions(same, rows)
-    total = max(lengths) + nodes + 1
-    seen = visible(new, (window, True), rows, nodes + 1, total)
-    expected = visible(same, (window, True), rows, nodes + 1, total)
-    for row, length in enumerate(lengths):
-        end = length + nodes + 1
-        assert torch.equal(seen[row, :, :end], expected[row, :, :end])
 
 
 def test_padding_of_shorter_rows_is_overwritten():

@@ -286,9 +286,10 @@ def xpress_checkpoint(folder, style, from_anchor=False, **more):
     return folder_with(folder, case.tensors, case.config)
 
 
-@pytest.mark.parametrize("from_anchor", [False, True])
-@pytest.mark.parametrize("passes", [0, 1, 2])
-@pytest.mark.parametrize("style", ["vllm", "speculators"])
+@pytest.mark.parametrize(
+    ("style", "passes", "from_anchor"),
+    [("vllm", 0, False), ("vllm", 1, True), ("speculators", 2, False), ("speculators", 1, True)],
+)
 def test_xpress(target, tmp_path, style, passes, from_anchor):
     """A pass reads the tokens of the last pass; the first reads the most likely tokens of the block."""
     model = DFlash.load(xpress_checkpoint(tmp_path, style, from_anchor, xpress_num_passes=passes), target)
@@ -715,10 +716,3 @@ def test_fresh_mask_token_never_occurs_in_text(target):
     assert DFlash.fresh(padded).convention.mask_token_id == 50
     assert DFlash.fresh(target).convention.mask_token_id == target.stop_token_ids[0] == 2
     assert DFlash.fresh(ToyTarget()).convention.mask_token_id == 0
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_files_of_known_families_have_one_convention(target, tmp_path, name):
-    case = CASES[name]()
-    head = DFlash.load(folder_with(tmp_path, case.tensors, case.config), target)
-    assert len(head.conventions) == 1 and not head.note

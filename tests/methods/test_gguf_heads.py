@@ -10,7 +10,6 @@ import torch
 pytest.importorskip("llama_cpp", reason="llama.cpp is not installed: pip install llama-cpp-python gguf")
 pytest.importorskip("gguf")
 
-from specdemo.__main__ import main
 from specdemo.core.protocol import Budget, GenerationConfig, Progress
 from specdemo.core.sampling import Sampling
 from specdemo.engine.loop import generate
@@ -206,13 +205,3 @@ def test_it_is_chosen_by_its_header_and_other_files_are_one_line(target, folder,
         load_drafter("dflash", target, str(bad))
     with pytest.raises(ValueError, match=r"is no eagle3 head \(architecture llama\); choose"):
         load_drafter("eagle", target, target.name)
-
-
-@pytest.mark.parametrize("architecture", SHIPPED)
-@pytest.mark.parametrize("name", ["stories.gguf", "stories"])
-def test_doctor_recognises_the_file(name, architecture, folder, capsys, monkeypatch):
-    monkeypatch.setattr("specdemo.bench.quality.NEW_TOKENS", 8)
-    target = str(folder / name) if "." in name else name
-    assert main(["doctor", target, str(folder / f"{architecture}.gguf")]) == 0
-    row = capsys.readouterr().out.splitlines()[1].split()
-    assert row[1:] == [SHIPPED[architecture][0], "fits", "head", "of", "this", "model"]

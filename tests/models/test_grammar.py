@@ -89,7 +89,7 @@ def test_forced_tokens_are_in_the_trace_and_the_page(runner):
 
 def test_sampled_text_matches_a_regular_expression(runner):
     pattern = r"(cat|dog)s?, [0-9]{2}\."
-    for seed in range(4):
+    for seed in range(2):
         trace = runner.run(spec(WIDE, grammar=pattern, temperature=1.0, seed=seed, max_new_tokens=30, dtype="float32"))
         assert all(re.fullmatch(pattern, lane.text.removesuffix("<|endoftext|>")) for lane in trace.lanes)
         assert trace.comparison[0]["verdict"] == "identical"

@@ -18,7 +18,9 @@ from specdemo.models.shipped import embedded_folder
         ("org/Model-7B@v1", False, "org/Model-7B", "v1", ""),
         ("org/Model-GGUF@v1:Q8_0", True, "org/Model-GGUF", "v1", "Q8_0"),
         ("org/Model-GGUF:Q4_K_M", True, "org/Model-GGUF", None, "Q4_K_M"),
-        ("/home/ann/model.gguf", True, "/home/ann/model.gguf", None, ""),
+        ("/home/ann/model.GGUF", True, "/home/ann/model.GGUF", None, ""),
+        ("ollama:qwen3:1.7b", True, "ollama", None, "qwen3:1.7b"),
+        ("https://example.com:80/x", False, "https", None, "//example.com:80/x"),
     ],
 )
 def test_a_name_says_what_it_names(name, gguf, repository, revision, quantisation):
@@ -117,21 +119,6 @@ def test_lanes_of_one_title_say_what_tells_them_apart():
 )
 def test_a_lane_has_a_short_name_for_its_policy_and_drafter(method, options, model, title):
     assert Lane(method=method, options=options, model=model).title == title
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("Qwen/Qwen3-8B-GGUF:Q4_K_M", True),
-        ("Qwen/Qwen3-8B-GGUF@main:Q8_0", True),
-        ("ollama:qwen3:1.7b", True),
-        ("anything.GGUF", True),
-        ("Qwen/Qwen3-8B", False),
-        ("https://example.com:80/x", False),
-    ],
-)
-def test_gguf_models_are_known_by_their_names(name, expected):
-    assert ModelRef(name).gguf is expected
 
 
 def test_a_name_states_a_path_or_none():

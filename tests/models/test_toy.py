@@ -15,26 +15,6 @@ def target(request):
     return ToyTarget(11, seed=3, order=request.param)
 
 
-def test_one_seed_is_one_model():
-    text = [3, 1, 4]
-    assert torch.equal(ToyTarget(seed=5).next_probs(text), ToyTarget(seed=5).next_probs(text))
-    assert not torch.equal(ToyTarget(seed=5).next_probs(text), ToyTarget(seed=6).next_probs(text))
-
-
-def test_probabilities_are_peaked_but_never_zero(target):
-    probs = target.next_probs([1, 2, 3, 4])
-    assert probs.sum().item() == pytest.approx(1.0)
-    assert probs.min() > 0.0 and probs.max() < 0.95
-
-
-@pytest.mark.parametrize("order", [1, 2, 3])
-def test_only_the_last_tokens_count(order):
-    target = ToyTarget(7, order=order)
-    tail = [1, 2, 3][:order]
-    assert torch.equal(target.next_probs([5, *tail]), target.next_probs([0, 6, *tail]))
-    assert not torch.equal(target.next_probs([5, *tail]), target.next_probs([5, *tail[:-1], 4]))
-
-
 def test_every_path_of_a_tree(target):
     prompts = [[5, 6], [7, 8]]
     tokens = torch.tensor([[1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1]])
