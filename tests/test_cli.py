@@ -23,6 +23,7 @@ from specdemo.methods import setting
 from specdemo.methods.base import NoDraft
 from specdemo.methods.recipes import HEAD_RECIPES
 from specdemo.presets.files import load_presets
+from specdemo.servers.address import LISTED, listed
 from tests.processes import run
 
 ROOT = Path(__file__).parents[1]
@@ -245,7 +246,9 @@ def test_ui_hands_its_options_to_the_page(monkeypatch):
     monkeypatch.setattr("specdemo.ui.page.serve", lambda *given, **names: served.append((*given, names)))
     monkeypatch.setenv("GRADIO_SERVER_NAME", "0.0.0.0")
     monkeypatch.setenv("SPECDEMO_ALLOW_HOST", "a.example b.example")
-    assert main(["ui", "--port", "7861", "--allow-any-model"]) == 0
+    monkeypatch.setenv(LISTED, "")
+    assert main(["ui", "--port", "7861", "--allow-any-model", "--server", "gpu:8000"]) == 0
+    assert listed() == ("http://gpu:8000",)
     names = ["--allow-host", "c.example", "--allow-host", "d.example", "--behind-proxy", "10.0.0.1"]
     assert main(["ui", "--preset", "embedded-ngram", "--host", "::1", "--share", *names]) == 0
     assert served == [

@@ -7,13 +7,16 @@ import pytest
 
 from specdemo.core.tally import summarise
 from specdemo.core.trace import compare
-from specdemo.engine.messages import COMPARING, LOADING, MEASURING, WARMING_UP, RunStage, replay
+from specdemo.engine.messages import COMPARING, LOADING, MEASURING, WARMING_UP, Restarted, RunStage, replay
+from specdemo.engine.session import Session
 from specdemo.presets.files import preset
 from specdemo.presets.runnable import nearest_runnable
+from specdemo.servers.address import LISTED
 from specdemo.ui import assets
 from specdemo.ui.job import refusal, to_line
 from specdemo.ui.race import Log, replayed, with_notes
 from specdemo.ui.views import Failed, Loading, view
+from tests.completion_server import completion_server, piece
 from tests.traces import HOSTILE, WRONG, hostile_trace
 
 STOPPED = {"type": "end", "finish": "cancelled", "comparison": []}
@@ -85,6 +88,16 @@ class Display:
     def text(self, lane):
         selector = f'[data-lane="{lane}"] span[data-outcome]'
         return "".join(self._page.locator(selector).all_text_contents())
+
+    def outcomes(self, lane):
+        """Return the tokens of a lane with their outcomes."""
+        tokens = self._page.locator(f'[data-lane="{lane}"] span[data-outcome]')
+        return [
+            (text, outcome)
+            for text, outcome in tokens.evaluate_all(
+                "all => all.map(token => [token.textContent, token.dataset.outcome])"
+            )
+        ]
 
 
 @pytest.fixture
@@ -480,3 +493,32 @@ def test_a_slow_run_offers_a_shorter_draft_and_a_lookup(display):
         "Race prompt lookup on this text",
     ]
     assert display.evaluate("asked") == [{"k": 2}, {"lanes": 2, "method2": "ngram"}]
+
+
+def counted(text, drafted, accepted, **more):
+    """Return a chunk of llama.cpp's server with its draft counts so far."""
+    return piece(text, timings={"draft_n": drafted, "draft_n_accepted": accepted} if drafted else {}, **more)
+
+
+PIECES = [counted("Once", 0, 0), *(counted(text, 4, 2) for text in (" upon", " a", " time"))]
+PIECES += [counted(", <b>", 6, 2), counted(" there", 6, 2, finish="length"), counted("", 6, 2, total=6)]
+
+
+def test_a_server_lane_is_coloured_at_the_end_of_its_answer(display, monkeypatch):
+    with completion_server(PIECES) as server:
+        monkeypatch.setenv(LISTED, server.address)
+        on_server = preset("embedded-draft").on_servers([server.address]).with_changes(max_new_tokens=6)
+        messages = list(Session().stream(on_server))
+    display.pace("1")
+    log, end = Log(), next(i for i, message in enumerate(messages) if isinstance(message, Restarted))
+    display.show(log.add(messages[:end]))
+    display.wait(3000)
+    pieces = ["Once", " upon", " a", " time", ", <b>", " there"]
+    assert display.outcomes(1) == [(text, "unknown") for text in pieces]
+    display.show(log.add(messages[end:]))
+    display.wait(3000)
+    outcomes = "target accepted accepted corrected corrected target".split()
+    assert display.outcomes(1) == [*zip(pieces, outcomes, strict=True)]
+    assert display.read('[data-lane="1"] del') == ["?", "?"]
+    assert display.evaluate("document.querySelector('[data-lane=\"1\"] del').dataset.more") == "+1"
+    assert "unknown" not in display.read(".sd-remote")[-1] and display.locate(".sd-histogram")

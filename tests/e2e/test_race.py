@@ -15,7 +15,6 @@ from specdemo.core.trace import compare, estimates, from_json, to_json
 from specdemo.costs.passes import SAME_BITS
 from specdemo.presets.pair import TASKS
 from specdemo.ui.assets import TITLE
-from tests.completion_server import completion_server, piece
 from tests.e2e.conftest import (
     NEXT_FRAME,
     SHIFTS,
@@ -27,7 +26,6 @@ from tests.e2e.conftest import (
     visitors,
     wait_for_text,
 )
-from tests.e2e.test_controls import choose
 from tests.processes import served
 from tests.traces import HOSTILE, PROMPT, hostile_trace
 from tests.ui.stand_ins import chat_trace
@@ -87,26 +85,6 @@ def replayed(shared_page):
         return shared_page
 
     return opened
-
-
-def test_a_link_answered_late_replaces_no_run_opened_meanwhile(visit, trace_file):
-    page, overtaken = visit(), []
-    wait_for_text(page, "^Recorded")
-
-    def overtake(route):
-        answer = route.fetch()
-        # the prompt of the link's preset, first sent with the controls
-        if "Tell it again with Max" in answer.text() and not overtaken:
-            overtaken.append(True)
-            open_file(page, trace_file)
-            wait_for_text(page, "^Replayed")
-        route.fulfill(response=answer)
-
-    page.route("**/gradio_api/run/predict*", overtake)
-    page.goto(page.url + "?preset=embedded-ngram")
-    expect_example(page, "Prompt lookup")
-    wait_for_text(page, "^Replayed")
-    page.unroute_all(behavior="wait")
 
 
 def test_every_number_of_a_finished_page_follows_from_its_trace(visit, replayed, tmp_path):
@@ -365,7 +343,7 @@ def test_a_trace_opened_from_the_lower_end_of_the_page_is_in_sight(replayed, tra
     assert outer["x"] <= inner["x"] and inner["x"] + inner["width"] <= outer["x"] + outer["width"]
 
 
-def test_a_first_visit_shows_the_recorded_race_of_the_preset(visit):
+def test_a_first_visit_shows_the_recorded_race_of_the_preset_and_a_late_link_replaces_no_run(visit, trace_file):
     page = visit()
     wait_for_text(page, "^Recorded run. Press Run")
     expect(page.locator(".sd-badge")).to_have_text(re.compile("^Recorded on a server CPU, [0-9]+ Nov$"))
@@ -390,6 +368,27 @@ def test_a_first_visit_shows_the_recorded_race_of_the_preset(visit):
     choose_example(page, "Code vs. story")  # three lanes, whose names have room
     expect(page.locator(".sd-lane h3")).to_have_count(3)
     assert page.locator(".sd-lane h3").evaluate_all("heads => heads.every(e => e.scrollWidth <= e.clientWidth)")
+    overtake_link(page, trace_file)
+
+
+def overtake_link(page, trace_file):
+    """Open a link, and a file before the link is answered."""
+    overtaken = []
+
+    def overtake(route):
+        answer = route.fetch()
+        # the prompt of the link's preset, first sent with the controls
+        if "Tell it again with Max" in answer.text() and not overtaken:
+            overtaken.append(True)
+            open_file(page, trace_file)
+            wait_for_text(page, "^Replayed")
+        route.fulfill(response=answer)
+
+    page.route("**/gradio_api/run/predict*", overtake)
+    page.goto(page.url.partition("?")[0] + "?preset=embedded-ngram")
+    expect_example(page, "Prompt lookup")
+    wait_for_text(page, "^Replayed")
+    page.unroute_all(behavior="wait")
 
 
 def test_a_chat_shows_its_turns_and_folds_what_is_thought(replayed, chat_file):
@@ -492,41 +491,3 @@ def test_a_real_model_gives_a_true_sentence_about_itself_and_marks_where_its_lan
         page.locator("#max_new_tokens input[type=number]").fill("64")
         page.locator("#prompt textarea").fill("Count:" + 16 * " 1")
         run(page, "the text repeats itself, so this gain is not typical")
-
-
-def counted(text, drafted, accepted, **more):
-    """Return a chunk of llama.cpp's server with its draft counts so far."""
-    return piece(text, timings={"draft_n": drafted, "draft_n_accepted": accepted} if drafted else {}, **more)
-
-
-PIECES = [counted("Once", 0, 0), *(counted(text, 4, 2) for text in (" upon", " a", " time"))]
-PIECES += [counted(", <b>", 6, 2), counted(" there", 6, 2, finish="length"), counted("", 6, 2, total=6)]
-
-
-@pytest.fixture(scope="module")
-def server():
-    with completion_server(PIECES) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def address(server):
-    """Start a page with a server."""
-    with served("--server", server.address) as (_, address):
-        yield address
-
-
-def test_a_server_lane_is_coloured_at_the_end_of_its_answer(visit, server):
-    page = visit()
-    edit(page)
-    choose(page, "server-1", f"server {server.address.removeprefix('http://')}")
-    page.locator("#run").click()
-    expect(page.locator(".sd-status")).to_contain_text("Finished")
-    text = page.locator('[data-lane="1"].sd-text')
-    expect(text.locator("span[data-outcome=accepted]")).to_have_text([" upon", " a"])
-    expect(text.locator("span[data-outcome=corrected]")).to_have_text([" time", ", <b>"])
-    expect(text.locator("span[data-outcome=target]")).to_have_text(["Once", " there"])
-    expect(text.locator("del")).to_have_text(["?", "?"])
-    assert text.locator("del").first.get_attribute("data-more") == "+1"
-    expect(page.locator(".sd-lane").nth(1).locator(".sd-remote")).not_to_contain_text("unknown")
-    expect(page.locator(".sd-histogram")).to_be_visible()

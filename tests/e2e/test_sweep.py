@@ -55,7 +55,7 @@ def test_run_stop_share(visit_gated, gates):
     assert page.evaluate("document.documentElement.scrollWidth") == 390
 
 
-def test_which_method_fits_stopped_and_done(visit_gated, gates):
+def test_which_method_fits_whether_it_is_lossless_and_a_head_that_is_trained_and_raced(visit_gated, gates):
     page = visit_gated("#tune", viewport={"width": 390, "height": 800})
     status, heat = page.locator("#tune .sd-status"), page.locator("#tune .sd-heat")
     bars, stages = page.locator("#tune .sd-method"), page.locator("#tune .sd-stages li")
@@ -98,9 +98,7 @@ def test_which_method_fits_stopped_and_done(visit_gated, gates):
     choose_example(page, "Code")
     expect(page.locator("#tune-target input")).to_have_value("code")  # the model of the race
 
-
-def test_losslessness_is_tested_and_a_head_is_trained_and_raced(visit_gated):
-    page = visit_gated("#losslessness", viewport={"width": 390, "height": 800})
+    page.get_by_role("tab", name="How it works").click()
     page.locator("#losslessness-run").click()
     status = page.locator("#losslessness .sd-status")
     expect(status).to_have_text("Done. No difference was found between 1024 continuations of each.")

@@ -5,7 +5,6 @@ import json
 import re
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -52,7 +51,8 @@ sys.exit('"type":"end"' not in shown)
     places = re.findall(r"^ *[\w\"-]+: \[\"([\w-]+)\", \"([\w-]+)\"\]", assets.text("address.js"), re.MULTILINE)
     assert {tab for tab, _ in places} == {"pays", "machines", "training", "how"}
     named = [name for place in places for name in place]  # tabs and elements that old links open
-    assert subprocess.run([sys.executable, "-c", code, *named], timeout=120).returncode == 0
+    done = run("-c", code, *named)
+    assert done.returncode == 0, done.stderr
 
 
 def test_no_folder_of_this_machine_leaves_the_page():
