@@ -1,7 +1,6 @@
 """Diagnoses of runs with known numbers: ranking, flags, uncertainty, missing values, and no torch; parts of a run in
 which a drafter works worse."""
 
-import json
 import random
 
 import pytest
@@ -114,12 +113,6 @@ def test_drafts_that_are_verified_in_part_have_no_cliff_and_no_other_length():
     found = diagnose(Observation(**run, verified_in_part=True, engine="vllm"))
     assert not {"later positions", "draft length"} & {cause.name for cause in found.causes}
     assert any("does not report which draft tokens it verified" in note for note in found.notes)
-
-
-def test_a_good_draft_has_no_cause():
-    found = diagnose(measured(draft_cost=0.15, accepted_length=2.6))
-    assert found.cause is None and found.sentence.startswith("Faster (1.53x)")
-    assert "main cause" not in found.sentence and "; bottleneck: " in found.sentence
 
 
 def test_recommended_length_is_the_best_of_the_cost_model():
@@ -263,11 +256,6 @@ def test_drafts_that_end_early_count_with_their_length():
     found = diagnose(observation(k=64, accepted_length=3.0, acceptance_rate=0.9))
     assert found.observation.drafted_per_step == pytest.approx(2.22, abs=0.01)
     assert any("end early" in note for note in found.notes)
-
-
-def test_json_contains_everything():
-    found = json.loads(json.dumps(diagnose(observation(method="mtp")).as_dict(), allow_nan=False))
-    assert {"sentence", "causes", "missing", "observation", "break_even", "recommendations"} <= found.keys()
 
 
 GOOD, DEAD, HALF = Part(600.0, 460.0, 300.0, 85.0), Part(600.0, 0.0, 300.0, 30.0), Part(600.0, 200.0, 300.0, 40.0)

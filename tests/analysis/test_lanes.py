@@ -13,15 +13,7 @@ from specdemo.analysis.observation import Observation
 from specdemo.analysis.readers import read_output, read_output_file
 from specdemo.bench.report import NOTHING, changes, why_report
 from specdemo.core.estimate import Estimate
-from specdemo.core.tally import summarise
-from specdemo.core.trace import estimates
 from tests.simulated_runs import chain, prefill, simulated, speed, trace
-
-
-def test_no_events_give_no_prediction():
-    (entry,) = results(trace(("stopped", [prefill()])))
-    assert (entry.lane.name, entry.diagnosis) == ("stopped", None)
-    assert entry.why == "Too few tokens for an explanation."
 
 
 @pytest.mark.parametrize("ms", [0.0, 5e-324, 1.7e308])
@@ -98,13 +90,6 @@ def test_a_better_length_is_named():
     (entry,) = results(trace(("lane", lane), options={"k": 8}))
     assert 0 < entry.diagnosis.best_k < 8
     assert f"; k = {entry.diagnosis.best_k} is predicted to be faster than k = 8 (1.26x, " in entry.why
-
-
-def test_summaries_alone_give_the_measured_half():
-    found = trace(("lane", simulated(random.Random(6), [0.5] * 4, 4, 100)))
-    sentence = explain(summarise(found.lanes[1]), estimates(found)[0])
-    assert sentence.endswith("% would break even.")
-    assert sentence.startswith(("Faster (", "Slower (")) and ": a step takes as long as " in sentence
 
 
 def test_other_k_is_advised_only_if_significant():

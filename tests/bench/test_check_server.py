@@ -86,15 +86,6 @@ def test_one_changed_token_in_an_answer_of_200_is_found(capsys, logprobs):
     assert "its margin is 3.99 nats" in result["remarks"][0]
 
 
-def test_one_changed_token_in_many_prompts_is_found(capsys):
-    texts = [*BUILT_IN_PROMPTS, *openings(40 - len(BUILT_IN_PROMPTS))]
-    with answering(texts=texts) as plain, answering(changed=(37, 2), texts=texts) as wrong:
-        code, result = checked(capsys, plain.address, wrong.address, "--prompts", "40", "--new-tokens", "3")
-    assert code == 1 and [i for i, row in enumerate(result["rows"]) if row["output"] != IDENTICAL] == [37]
-    assert len(result["rows"]) == 40 and result["config"]["prompts"] == 40
-    assert "95 % interval of the share: 0 to 13 %" in result["remarks"][0]
-
-
 def test_a_long_table_lists_the_differences():
     rows = [{"prompt": str(n), "output": DIFFERS if n == 7 else IDENTICAL} for n in range(31)]
     result = Result("check-server", 1, {}, {}, rows, ["verdict"])

@@ -13,7 +13,7 @@ from benchmarks.pairs import Size, random_pair
 from specdemo.__main__ import main
 from specdemo.bench import plot, sweeps
 from specdemo.bench.plot import chart, write_page
-from specdemo.bench.report import bench_report, markdown, race_report, table, texts, visible
+from specdemo.bench.report import bench_report, markdown, race_report, texts
 from specdemo.bench.result import Result, best, intervals, read_result, recorded_suite, to_json, write_result
 from specdemo.bench.suites import suite, suites
 from specdemo.core.estimate import Estimate
@@ -263,16 +263,6 @@ def test_an_answer_is_a_paragraph_of_its_own():
     assert texts(asked) == "[Baseline]\nOnce\n\n" + "<7>" * 7
 
 
-def test_control_characters_do_not_reach_the_terminal():
-    assert visible("a\x1b[2J\tb\n\x00é😀") == "a\\x1b[2J\tb\n\\x00é😀"
-
-
-def test_columns_are_aligned():
-    assert table(("name", "n", "x"), [("a", "10", "b"), ("long name", "5", "")]) == (
-        "name        n  x\na          10  b\nlong name   5"
-    )
-
-
 def bars(*lanes, **more):
     rows = [{"lane": lane, "speed-up": Estimate(x, x - 0.1, x + 0.2)} | more for lane, x in lanes]
     plain = {"lane": "Baseline", "speed-up": Estimate(1.0, 1.0, 1.0)}
@@ -289,6 +279,7 @@ def test_a_line_per_lane_with_intervals_and_predictions():
     assert wide["band"][1] == [2, row["speed-up"].low, row["speed-up"].high]
     assert predicted["dashed"] and not wide.get("dashed") and predicted["series"] == drawn["lines"][1]["series"]
     assert (drawn["level"], drawn["baseline"]) == (1.0, "plain decoding")
+    assert drawn["title"] == "Speed-up over draft length" and drawn["label"].startswith(f"{drawn['title']}: wide, ")
 
 
 @pytest.mark.parametrize("axis", ["batch", "prompt tokens"])
@@ -319,21 +310,10 @@ def test_words_on_the_axis_are_bars_of_a_lane_and_the_best_lane_is_first():
     assert len(colours) == len({name for name, _ in colours})  # one colour for each kind
 
 
-def test_title_and_description_name_the_axis_and_the_lanes():
-    drawn = chart(swept())
-    assert drawn["title"] == "Speed-up over draft length" and drawn["label"].startswith(f"{drawn['title']}: wide, ")
-
-
 def test_categories_are_left_to_the_table():
     result = swept()
     more = [row | {"category": name} for row in result.rows for name in ("math", "all")]
     assert [len(line["points"]) for line in chart(replace(result, rows=more))["lines"]] == [4, 4, 4]
-
-
-def test_more_lanes_than_colours():
-    rows = [{"lane": f"lane {i}", "k": 1, "speed-up": Estimate(2.0, 2.0, 2.0)} for i in range(20)]
-    lines = chart(replace(swept(), rows=rows))["lines"]
-    assert len(lines) == 20 and all(line["series"] for line in lines)  # 0 is plain decoding
 
 
 @pytest.mark.parametrize(
@@ -352,7 +332,6 @@ def test_no_plot_without_speed_up(rows):
 
 
 RECORDED = ("k", "methods", "batch", "prompt", "temperature", "losslessness")
-SHORT = {"repeats": 1, "new_tokens": 4}
 TINY = Size(layers=2, hidden=32, feed_forward=48, heads=2, kv_heads=1, vocabulary=97, draft_layers=1)
 
 

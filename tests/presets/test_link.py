@@ -177,14 +177,6 @@ def test_another_target_is_one_note_with_its_drafts(tmp_path):
     assert chosen == there[OWN] and note.startswith("ignored target='mine.gguf'") and "other.gguf" in note
 
 
-def test_a_link_names_the_draft_of_a_page_too(tmp_path):
-    draft = {"method": "draft_model", "model": "stories-draft-deep"}
-    here = own(tmp_path, "stories", **draft)
-    query = to_query(here[OWN], here[OWN])
-    there = own(tmp_path, "stories", **draft | {"model": "stories-draft-wide"})
-    assert from_query(query, there)[0].lanes[0].model == "stories-draft-deep"
-
-
 def test_no_link_is_the_default_preset():
     assert from_query({}, PRESETS) == from_query("", PRESETS) == (BASE, [])
 

@@ -326,12 +326,6 @@ def test_public_page_names_no_models(served, capsys, monkeypatch):
     assert "a public page offers only the models of its presets; remove --target" in capsys.readouterr().err
 
 
-def test_chat_template_of_a_model_decides_the_prompt(monkeypatch):
-    assert add_pair(ModelRef("stories")).prompt.startswith("Once upon a time")
-    monkeypatch.setattr("specdemo.presets.pair.has_chat_template", lambda target: True)
-    assert add_pair(ModelRef("stories")).prompt.startswith("Explain")
-
-
 @pytest.mark.parametrize(
     ("name", "tags", "kind"),
     [
@@ -374,12 +368,6 @@ def test_a_target_needs_no_preset(capsys):
         assert load_presets()["embedded-draft"].with_changes(**changes).lanes[0].k == k
     assert main(["run"]) == 2
     assert "or name a model: --target MODEL" in capsys.readouterr().err
-
-
-def test_tasks_end_with_a_cue_where_there_is_no_chat_template():
-    for name, (kind, end) in TASKS.items():
-        words = work_prompts()[kind][0]
-        assert task(name, chat=True) == words and task(name, chat=False) == f"{words}\n\n{end}\n"
 
 
 def test_the_kind_of_work_is_that_of_a_task_or_of_the_presets_own_prompt():

@@ -93,12 +93,6 @@ def test_wrapped_method_decides_whether_a_model_is_shown():
     assert "model" not in controls._set(replace(drafter, name="k_max"), None, lane | {"value": 9})
 
 
-def test_a_link_fills_every_control():
-    updates = fill(REQUEST, DRAWN)
-    assert updates["temperature"]["value"] == 0.5 and updates["k-2"]["value"] == 9
-    assert [updates[name] for name in DRAWN] == [1] * setup.LANES
-
-
 def test_another_target_takes_another_drafter_or_none():
     lanes = {f"method-{n}": "mtp" for n in setup.NUMBERS} | {f"options-{n}": {} for n in setup.NUMBERS}
     lanes |= {"last-target": "stories", "method-2": "dflash", "preset": "embedded-draft", "prompt": "Once"}
@@ -142,12 +136,6 @@ def test_a_lane_offers_the_models_of_its_method_alone(name):
         fitting = {pair.drafter for pair in model_menus.pairs(ModelRef(values["target"])) if pair.method == reads}
         assert {*offered} <= fitting | {values[f"model-{n}"]}
         assert (values[f"method-{n}"] in dict(map(reversed, before[f"method-{n}"]["choices"]))) != (reads == "none")
-
-
-def test_lanes_are_added_and_removed_within_limits():
-    assert [controls._lane_looks(n)["count"]["value"] for n in (0, 99)] == [1, setup.LANES]
-    shown = controls._lane_looks(2)
-    assert [shown[f"lane-{n}"]["visible"] for n in setup.NUMBERS] == [True, True, False]
 
 
 def test_the_prompt_is_a_message_where_the_target_has_a_template():

@@ -12,13 +12,6 @@ from specdemo.ui.setup import changed, from_values, to_values
 from tests.models.test_gguf_files import gguf
 
 
-def test_a_head_trained_on_the_page_may_race(monkeypatch):
-    values = to_values(preset("embedded-draft")) | {"model-1": "runs/medusa-1"}
-    monkeypatch.setattr(model_menus, "TRAINED", [ModelRef("runs/medusa-1")])
-    assert from_values(values).lanes[0].model == "runs/medusa-1"
-    assert model_menus.model_choices(["runs/medusa-1"]) == [("medusa-1", "runs/medusa-1")]
-
-
 def test_options_that_name_models_may_name_those_of_the_list():
     lane = {"method": "router", "model": "stories-draft-wide", "options": {"drafts": "stories-draft-deep, ngram"}}
     assert changed("embedded-draft", {"lanes": [lane]}, False).lanes[0].options["drafts"]

@@ -162,20 +162,6 @@ def test_a_run_that_fails_while_loading_leaves_the_one_on_show_exportable(monkey
         assert visits.stop(visitor) == {}  # it has ended
 
 
-@pytest.mark.parametrize(("before", "shown"), [(0, False), (1, True)])
-def test_unstarted_run_does_not_block_presets(monkeypatch, before, shown):
-    session, visitor = Session(0), SimpleNamespace(session_hash="a", request=None, query_params={})
-    session.runs = 1 - before
-    monkeypatch.setattr(race, "session", lambda: session)
-    visits, values = Races(preset("embedded-draft"), False), to_values(preset("embedded-draft"))
-    visits.open_link(visitor, {})
-    for _ in range(before + 1):
-        last = list(played(visits, visits.race, visitor, values))[-1]["view"]
-    assert "no such file" in last
-    assert (visits.select(visitor, "embedded-ngram") == gr.skip()) is shown
-    assert visits.save(visitor)["name"] == f"specdemo-embedded-{'draft' if shown else 'ngram'}.json"
-
-
 def test_a_visitor_sees_recorded_races_until_there_is_one_of_their_own(monkeypatch):
     monkeypatch.setattr(race, "session", lambda: Session(0))
     visits, visitor = (

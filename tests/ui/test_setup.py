@@ -11,7 +11,7 @@ from specdemo.models import packaged
 from specdemo.presets.files import load_presets, preset
 from specdemo.presets.limits import LIMITS
 from specdemo.ui import setup
-from specdemo.ui.setup import COMPARISON_FIELDS, LANE, changed, from_values, needs_model, to_values
+from specdemo.ui.setup import COMPARISON_FIELDS, LANE, changed, from_values, to_values
 
 
 def test_every_control_has_a_value_by_its_name():
@@ -101,14 +101,6 @@ def test_method_without_a_model_drops_the_hidden_model(values):
     assert lane.model is None and lane.options == {"max_n": 5}
 
 
-def test_wrapped_method_decides_whether_a_model_is_named(values):
-    assert needs_model("adaptive", {"drafter": "draft_model"}) and not needs_model("adaptive", {"drafter": "ngram"})
-    assert not needs_model("ngram", {"drafter": "draft_model"})  # an option left over from another method
-    values[place("method", 0)] = "adaptive"
-    values[place("options", 0)] = {"drafter": "ngram"}
-    assert from_values(values).lanes[0].model is None
-
-
 @pytest.mark.parametrize(
     ("name", "lane", "value", "message"),
     [
@@ -126,11 +118,6 @@ def test_limits_are_checked_in_python(values, name, lane, value, message):
     with pytest.raises(ValueError, match=message) as caught:
         from_values(values)
     assert "\n" not in str(caught.value)
-
-
-def test_any_model_is_accepted_with_permission(values):
-    values[place("target")] = "some/model"
-    assert from_values(values, allow_any_model=True).target == "some/model"
 
 
 def test_overrides_of_the_endpoints():

@@ -203,13 +203,6 @@ def diagnosed(**values):
     return json.loads(diagnose_output(None, empty | values)["view"])
 
 
-def test_pasted_output_is_diagnosed():
-    found = diagnosed(output=(SAMPLES / "llamacpp-long.log").read_text(encoding="utf-8"), plain=222.8)
-    assert found["sentence"].startswith("Slower (") and found["tone"] == "bad"
-    assert any("--spec-draft-n-max" in line for line in found["changes"])
-    assert ["acceptance rate", "14 %", "break-even 36 %"] in found["numbers"]
-
-
 def test_a_fast_run_needs_no_change_and_a_diagnosis_is_needed_to_know():
     fast = (SAMPLES / "llamacpp-good.log").read_text(encoding="utf-8")
     assert diagnosed(output=fast, plain=150)["changes"] == ["Nothing has to change."]
