@@ -84,6 +84,7 @@ def test_one_changed_token_in_an_answer_of_200_is_found(capsys, logprobs):
     assert row["reference"].startswith(" w3.137") and row["server"].startswith(" other")
     assert result["remarks"][0].startswith("Not lossless: in 1 of 5 prompts 127.0.0.1:")
     assert "its margin is 3.99 nats" in result["remarks"][0]
+    assert "95 % interval of the share: 1 to 72 %" in result["remarks"][0]
 
 
 def test_a_long_table_lists_the_differences():

@@ -78,8 +78,30 @@ def test_a_hostile_link_is_refused_with_notes_and_every_setting_reaches_the_link
 def test_a_preset_that_cannot_run_here_has_a_replacement_and_run_can_be_pressed_again_after_a_failed_event(
     visit_gated, gates
 ):
+    """And targets have headings, a wrong path is told once, and the chips of three lanes fit in a line."""
     gates.open.set()
-    page = visit_gated()
+    page = visit_gated("?preset=embedded-draft&lanes=3", viewport={"width": 1280, "height": 800})
+    expect(page.locator(".sd-chips button")).to_have_count(8)
+    assert page.locator(".sd-setup").bounding_box()["height"] < 40
+    page.locator(".sd-chips button").first.click()
+    shown = "nodes => nodes.map(node => node.ariaDescription)"
+    headings = page.locator("#target [data-first]")
+    expect(headings.first).to_be_visible()
+    every = page.locator("#target [role=option]").evaluate_all(shown)
+    assert headings.evaluate_all(shown) == [*dict.fromkeys(every)]  # each group is in one place
+    assert every[0] == "On this machine" and len({*every}) > 1
+    headings.nth(1).click(position={"x": 20, "y": 8})
+    expect(headings.first).to_be_visible()  # a heading is no choice, and the list stays open
+    expect(page.locator("#target input")).to_have_value("stories")
+
+    page.locator("#target input").fill("/none.gguf")
+    page.keyboard.press("Enter")
+    expect(page.locator("#target")).to_contain_text("/none.gguf does not exist")
+    expect(page.locator("#run")).to_be_disabled()
+    expect(page.locator(".sd-obstacle")).to_be_hidden()
+    page.locator(".sd-edit").click()
+    expect(page.locator(".sd-obstacle")).to_contain_text("/none.gguf does not exist")  # where the field is hidden
+
     choose_example(page, "Qwen3 8B with Qwen3 0.6B")
     expect(page.locator("#target input")).to_have_value(re.compile("^Qwen3 8B — download about 16.0 GB"))
     expect(page.locator("#run")).to_be_disabled()
@@ -116,30 +138,6 @@ def test_a_preset_that_cannot_run_here_has_a_replacement_and_run_can_be_pressed_
     expect(page.locator(".sd-examples optgroup option")).to_have_text("Prompt lookup: no such file")
     assert page.locator(".sd-examples > :last-child").get_attribute("label") == "Failed here"
     expect(page.locator(".sd-examples")).to_have_value("embedded-ngram")
-
-
-def test_targets_have_headings_a_wrong_path_is_told_once_and_the_chips_of_three_lanes_fit_in_a_line(visit_gated):
-    page = visit_gated("?preset=embedded-draft&lanes=3", viewport={"width": 1280, "height": 800})
-    expect(page.locator(".sd-chips button")).to_have_count(8)
-    assert page.locator(".sd-setup").bounding_box()["height"] < 40
-    page.locator(".sd-chips button").first.click()
-    shown = "nodes => nodes.map(node => node.ariaDescription)"
-    headings = page.locator("#target [data-first]")
-    expect(headings.first).to_be_visible()
-    every = page.locator("#target [role=option]").evaluate_all(shown)
-    assert headings.evaluate_all(shown) == [*dict.fromkeys(every)]  # each group is in one place
-    assert every[0] == "On this machine" and len({*every}) > 1
-    headings.nth(1).click(position={"x": 20, "y": 8})
-    expect(headings.first).to_be_visible()  # a heading is no choice, and the list stays open
-    expect(page.locator("#target input")).to_have_value("stories")
-
-    page.locator("#target input").fill("/none.gguf")
-    page.keyboard.press("Enter")
-    expect(page.locator("#target")).to_contain_text("/none.gguf does not exist")
-    expect(page.locator("#run")).to_be_disabled()
-    expect(page.locator(".sd-obstacle")).to_be_hidden()
-    page.locator(".sd-edit").click()
-    expect(page.locator(".sd-obstacle")).to_contain_text("/none.gguf does not exist")  # where the field is hidden
 
 
 def test_a_link_to_how_it_works_adds_no_history_and_races_a_family_of_drafters(visit_gated, gates):
