@@ -136,15 +136,6 @@ def test_the_recommended_draft_length_is_the_best_measured_one():
     assert diagnose(CASES["recorded, k = 32"][0]).best_k in (3, 4, 5)
 
 
-def test_drafting_time_in_a_log_settles_what_is_slow():
-    """The same run with the drafting time of a log at a higher level."""
-    own = replace(CASES["recorded, target as its own draft"][0], draft_token_ms=1000.0 / 219.22)
-    found = diagnose(own)
-    assert "drafting" in {cause.name for cause in found.causes[:2]} and found.costs["draft"] == pytest.approx(
-        1.0, rel=0.01
-    )
-
-
 def test_the_sentence_of_a_case_has_its_evidence():
     found = diagnose(CASES["mlxcel 744, GB10"][0])
     assert found.sentence.startswith(

@@ -171,13 +171,6 @@ def test_the_parts_of_a_step_add_up_to_its_measured_cost():
             assert cost.drafting >= 0.0 <= cost.overhead and cost.verify >= 0.99
 
 
-def test_an_unknown_split_gives_an_interval():
-    found = diagnose(observation(k=8, accepted_length=3.48, tokens_per_s=95.0, method="draft_model"))
-    assert not found.measured and found.gain.low < found.gain.high
-    assert any("split is estimated" in note for note in found.notes)
-    assert found.break_even == pytest.approx(0.333, abs=0.001)
-
-
 def test_missing_values_are_listed():
     found = diagnose(Observation(tokens_per_s=80.0))
     assert found.sentence.startswith("No diagnosis: mean accepted length and draft length k unknown")
@@ -250,12 +243,6 @@ def test_sampling_error_of_the_length_is_shown():
     found = diagnose(Observation(by_position=(0.5, 0.25), steps=400, speedup=Estimate(1.2)))
     assert "yields 1.75 ± 0.08 tokens" in found.sentence
     assert any("Only 9 steps" in note for note in diagnose(Observation(by_position=(0.5,), steps=9)).notes)
-
-
-def test_drafts_that_end_early_count_with_their_length():
-    found = diagnose(observation(k=64, accepted_length=3.0, acceptance_rate=0.9))
-    assert found.observation.drafted_per_step == pytest.approx(2.22, abs=0.01)
-    assert any("end early" in note for note in found.notes)
 
 
 GOOD, DEAD, HALF = Part(600.0, 460.0, 300.0, 85.0), Part(600.0, 0.0, 300.0, 30.0), Part(600.0, 200.0, 300.0, 40.0)

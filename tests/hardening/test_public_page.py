@@ -19,7 +19,7 @@ from specdemo.ui.setup import changed, from_values, to_values
 from tests.hardening.public import visitors
 from tests.processes import served
 
-CLASS = 6, pytest.param(30, marks=pytest.mark.release)
+CLASS = 4, pytest.param(30, marks=pytest.mark.release)
 
 
 PUBLIC = {"SPECDEMO_PUBLIC": "1", "HF_HUB_OFFLINE": "1", "SPECDEMO_BEHIND_PROXY": "127.0.0.1"}
@@ -102,18 +102,17 @@ def test_a_bad_call_is_one_line_of_the_log(visit, log):
 
 # Values that no menu has: a menu may get other choices while Run is pressed
 
-MENUS = {"target": "target", "method": "method-1", "drafter": "model-1", "acceptance rule": "acceptance-1"}
+OF_LANES = ("method", "model", "acceptance")
 
 
-@pytest.mark.parametrize("menu", MENUS.values(), ids=MENUS)
-def test_an_unknown_value_is_refused_at_once_and_ignored_in_a_hidden_lane(visit, menu):
+def test_an_unknown_value_is_refused_at_once_and_ignored_in_a_hidden_lane(visit):
     caller = visit()
     pressed = caller.fn("click", "run")
-    refused = caller.now(pressed, caller.values(pressed, **{menu: "not-in-the-menu"}))
-    assert refused.status_code == 200 and "not-in-the-menu" in refused.text and '"error' in refused.text
-    if menu.endswith("-1"):
-        hidden = {menu.replace("1", "2"): "not-in-the-menu"}
-        assert '"finish":"done"' in text_of(caller.press("run", max_new_tokens=8, **hidden))
+    for menu in ("target", *(f"{name}-1" for name in OF_LANES)):
+        refused = caller.now(pressed, caller.values(pressed, **{menu: "not-in-the-menu"}))
+        assert refused.status_code == 200 and "not-in-the-menu" in refused.text and '"error' in refused.text, menu
+    hidden = {f"{name}-2": "not-in-the-menu" for name in OF_LANES}
+    assert '"finish":"done"' in text_of(caller.press("run", max_new_tokens=8, **hidden))
 
 
 def test_a_link_that_is_too_long_has_a_reason(visit):

@@ -1,7 +1,6 @@
 """Share links: round trips, and hostile input."""
 
 import json
-from collections import Counter
 from pathlib import Path
 from urllib.parse import parse_qsl, urlencode
 
@@ -14,10 +13,8 @@ from specdemo.bench.suites import Sweep
 from specdemo.core.protocol import Budget
 from specdemo.core.rules import DEFAULT_RULE
 from specdemo.core.trace import compare, from_json, output_outcomes, to_json
-from specdemo.engine.comparison import Lane, Settings
 from specdemo.methods import method_options
 from specdemo.models.shipped import EMBEDDED
-from specdemo.presets import link
 from specdemo.presets.files import DEFAULT, Preset, allowed_models, load_presets, read_presets
 from specdemo.presets.limits import LIMITS
 from specdemo.presets.link import (
@@ -230,26 +227,6 @@ def test_options_that_are_valid_only_together_are_set_together():
     chosen, notes = from_query("option.max_n=2&seed=5", PRESETS, start=start)
     assert chosen == start.with_changes(seed=5)
     assert notes == ["ignored option.max_n='2' from the link: option 'min_n' (3) must not exceed 'max_n' (2)"]
-
-
-def test_a_link_validates_its_comparison_once(monkeypatch):
-    calls = Counter()
-    build, parse = Settings.model_validate.__func__, link.parse_options
-
-    def count_build(cls, data):
-        calls[cls] += 1
-        return build(cls, data)
-
-    def count_parse(name, values):
-        calls[name] += 1
-        return parse(name, values)
-
-    monkeypatch.setattr(Settings, "model_validate", classmethod(count_build))
-    monkeypatch.setattr(link, "parse_options", count_parse)
-    query = "preset=embedded-ngram&temperature=1&seed=5&k=9&name=x&option.max_n=5&option.min_n=2"
-    chosen, notes = from_query(query, PRESETS)
-    assert (chosen.seed, chosen.lanes[0].k, chosen.lanes[0].options, notes) == (5, 9, {"max_n": 5, "min_n": 2}, [])
-    assert calls == {Preset: 1, Lane: 1, "ngram": 1}
 
 
 def test_invalid_lane_stays_unchanged():

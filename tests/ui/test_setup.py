@@ -2,7 +2,6 @@
 
 import json
 import re
-from html import escape
 from pathlib import Path
 
 import pytest
@@ -38,19 +37,6 @@ def test_browser_integers_may_arrive_as_floats(values):
     values[place("k", 1)], values[place("seed")] = 7, 3
     chosen = from_values(values)
     assert (chosen.lanes[1].k, chosen.seed) == (7, 3) and type(chosen.seed) is int
-
-
-@pytest.mark.parametrize("name", list(load_presets()))
-def test_a_preset_is_described_until_its_setup_is_changed(name):
-    chosen = preset(name)
-    values = to_values(chosen)
-    assert setup.described(values).startswith(f"<b>{escape(chosen.title)}.</b> {escape(chosen.description)}")
-    assert not json.loads(setup.row_data(values))["custom"]
-    for change in ({"target": "someone/<i>"}, {"k-1": 19}, {"temperature": 1.7}, {"prompt": "Hi"}):
-        changed = values | change
-        line = escape(" · ".join(words for _, words in setup.chips(changed)))
-        assert setup.described(changed) == f"<b>Custom (from {escape(chosen.title)}).</b> {line}"
-        assert json.loads(setup.row_data(changed))["custom"]
 
 
 @pytest.mark.parametrize(
