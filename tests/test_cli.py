@@ -434,6 +434,13 @@ def test_why_explains_an_output_and_its_baseline(capsys):
     assert "Unknown, and would make this more certain: " in report
 
 
+def test_why_changes_nothing_about_a_run_that_is_fast(capsys):
+    report = output(capsys, "why", *"--k 4 --length 4.2 --without 100 --with 300".split())
+    assert report.startswith("Faster (3.00x)") and "Nothing has to change." in report
+    assert "What to change" not in report and "No diagnosis" not in report
+    assert "Nothing has to change" not in output(capsys, "why", "--length", "2")
+
+
 def test_why_takes_four_numbers_and_prints_json(capsys):
     numbers = "--k 4 --length 2.05 --without 100 --with 52 --engine vllm --json".split()
     found = json.loads(output(capsys, "why", *numbers))

@@ -195,14 +195,24 @@ def rows(report):
     return [line.split() for line in lines[start + 1 :] if line][: len(lines)]
 
 
+def test_a_faster_lane():
+    fast = lane("fast", [PREFILL, *(step(i, 2, 2, {"draft": 3.0, "verify": 12.0}) for i in (1, 2))])
+    report = race_report(trace(fast))
+    assert report.startswith("demo | target stories | float32 | Test CPU, 1 thread | greedy | race | wall time\n")
+    baseline, first, *_ = rows(report)
+    assert baseline == ["Baseline", "7", "100.0", "1.00x", "-", "-", "1.00", "30.0", "-", "-"]
+    assert first == ["fast", "7", "200.0", "2.00x", "100%", "25%", "3.00", "30.0", "-", "identical"]
+    assert (
+        "fast: No clear difference (2.00x): a step takes as long as plain decoding of 1.50 tokens" in report
+    )  # two steps are too few
+
+
 def test_slower_lane_is_reported_with_its_reason():
     slow = lane("slow", [PREFILL, *(step(i, 2, 0, {"draft": 15.0, "verify": 10.0}) for i in range(1, 7))])
     report = race_report(trace(slow, verdict="same distribution", temperature=0.8))
     speed = "0.40x, 0.40 to 0.40".split()
     assert rows(report)[1] == ["slow", "7", "40.0", *speed, "0%", "75%", "1.00", "30.0", "-", "same", "distribution"]
-    head = "demo | target stories | float32 | Test CPU, 1 thread | temperature 0.8 | race | wall time\n"
-    assert report.startswith(head)
-    assert rows(report)[0] == ["Baseline", "7", "100.0", "1.00x", "-", "-", "1.00", "30.0", "-", "-"]
+    assert "| temperature 0.8 |" in report
     cost = "a step takes as long as plain decoding of 2.50 tokens and yields 1.00 tokens; 0 %"
     assert f"slow: Slower (0.40x, 0.40 to 0.40): {cost}" in report
 

@@ -138,6 +138,12 @@ def test_a_lane_offers_the_models_of_its_method_alone(name):
         assert (values[f"method-{n}"] in dict(map(reversed, before[f"method-{n}"]["choices"]))) != (reads == "none")
 
 
+def test_lanes_are_added_and_removed_within_limits():
+    assert [controls._lane_looks(n)["count"]["value"] for n in (0, 99)] == [1, setup.LANES]
+    shown = controls._lane_looks(2)
+    assert [shown[f"lane-{n}"]["visible"] for n in setup.NUMBERS] == [True, True, False]
+
+
 def test_the_prompt_is_a_message_where_the_target_has_a_template():
     large = load_presets()["qwen3-8b"]
     values = to_values(large)

@@ -54,8 +54,8 @@ def test_browser_integers_may_arrive_as_floats(values):
     ],
 )
 def test_settings_are_named_in_chips(name, changes, line):
-    row = setup.show_setup(None, to_values(preset(name)) | changes)["setup"]
-    assert " · ".join(words for _, words in json.loads(row)["chips"]) == line
+    row = json.loads(setup.show_setup(None, to_values(preset(name)) | changes)["setup"])
+    assert " · ".join(words for _, words in row["chips"]) == line and row["custom"] is bool(changes)
 
 
 def test_the_address_follows_valid_settings(values):
