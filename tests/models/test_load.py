@@ -22,7 +22,7 @@ from transformers import (
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.engine.loop import generate
 from specdemo.methods import load_drafter
-from specdemo.models import auto_dtype, load, memory
+from specdemo.models import auto_dtype, load, memory, sources
 from specdemo.models.checkpoints import open_checkpoint, open_meta_checkpoint
 from specdemo.models.cpu_plan import CpuSettings
 from specdemo.models.devices import device_map_summary
@@ -98,6 +98,15 @@ def test_loaded_models_are_taken_as_they_are(folder):
     loaded = LoadedModel(model, byte_level(), "mine")
     target = load_target(loaded)
     assert target.model is model and target.tokenizer is loaded.tokenizer and target.name == "mine"
+
+
+def test_a_folder_never_touches_the_network(folder, monkeypatch):
+    def unreachable(*args, **kwargs):
+        raise AssertionError("a folder needs no network")
+
+    monkeypatch.setattr(sources, "snapshot_download", unreachable)
+    monkeypatch.setattr(sources, "HfApi", unreachable)
+    load_model(str(folder))
 
 
 def test_a_folder_without_safetensors_is_refused(folder, tmp_path):
@@ -392,6 +401,14 @@ def test_auto_compares_plain_products_where_bit_exact_finds_no_packed_ones(folde
     precision, sentence = auto_dtype.faster_precision(Path(folder), Precision(torch.float32), padded=True)
     assert precision.dtype == torch.bfloat16
     assert "about 0.5 of the time in float32, for 5 tokens 0.8" in sentence
+
+
+def test_a_large_head_is_measured_in_part_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(auto_dtype, "SAMPLE_BYTES", 4 * 128 * 128)
+    monkeypatch.setattr(auto_dtype, "MATRIX_BYTES", 128 * 128)
+    names = ["lm_head.weight", "model.layers.0.up.weight", "model.layers.1.up.weight"]
+    save_file({name: torch.zeros(1000, 64) for name in names}, tmp_path / "model.safetensors")
+    assert [tuple(matrix.shape) for matrix in auto_dtype._sample(tmp_path)] == [(64, 64)] * 3
 
 
 @pytest.mark.parametrize("config", [{"torch_dtype": "bfloat16", "text_config": {"vocab_size": 9}},
