@@ -212,7 +212,7 @@ class Session:
                     _repeat(spec.schedule, lanes, cancelled)
                 for group in _groups(lanes):
                     yield from _play(group, trace, cancelled)
-            if local_target and local_target.threads < used:
+            if local_target and local_target.threads < used and not thread_limit.on_trial:
                 trace.notes.append(
                     f"other programs use the processor: all lanes went back from {used} threads to "
                     f"{local_target.threads} during the run"

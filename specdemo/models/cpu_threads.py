@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from statistics import median
 
 import psutil
 import torch
@@ -23,9 +22,8 @@ from specdemo.models.devices import device_kind
 BUSY_CORES = 4  # from this number on, one core is left to the page, the browser and other programs
 MANY_CORES = 1 << 10
 UNCHANGED = nullcontext()  # the number of threads
-SLOW_PASSES = 3  # passes in a row that must be slow
-SLOW_RATIO = 1.5  # their time, relative to the median of the passes before
-SLOW_FROM_START = 3.0  # or relative to the measured time: long texts and slow phases of a shared host cost up to 2
+TRIAL_PASSES = 3  # passes in a row that must be slow, and that are tried with fewer threads
+SLOW_RATIO = 1.6  # of a slow pass to the usual time, which a trial costs little to tell from that of a long text
 STALL_RATIO, STALL_MS = 6.0, 100.0  # one pass is enough that takes so many times, and so much longer than, that
 
 
@@ -119,41 +117,47 @@ def _read(path: str) -> str:
 
 
 class ThreadLimit:
-    """Most threads of all lanes of a run. It falls when passes become much slower than before, or than measured.
+    """Most threads of all lanes of a run. When passes become slow, the next ones use fewer threads, on trial.
 
-    That happens when other programs take a core: a thread that waits for it delays all others.
+    Passes are slow when other programs take a core: a thread that waits for it delays all others. They are also slow
+    after a long text, and on a slow host; then fewer threads do not help, and the limit rises again.
     """
 
     def __init__(self) -> None:
-        self.threads = MANY_CORES
-        self._costs: deque[float] = deque(maxlen=32)
+        self.start_run()
 
     def start_run(self) -> None:
         """Forget earlier runs."""
-        self.threads = MANY_CORES
-        self._costs.clear()
+        self.threads, self.on_trial = MANY_CORES, False
+        self._before = 0, 0.0  # threads and cost before a trial
+        self._usual = 1.0  # cost that is not slow
+        self._costs: deque[float] = deque(maxlen=TRIAL_PASSES)
 
-    def record(self, ms: float, slots: int, used: int, pass_ms: Mapping[int, float]) -> bool:
-        """Record a pass with `used` threads. Return True if the limit fell, so that the next passes use fewer.
+    def record(self, ms: float, slots: int, used: int, pass_ms: Mapping[int, float]) -> None:
+        """Record a pass with `used` threads.
 
         pass_ms: slots -> time of a pass of this target (a GGUF file may pay several passes for a wide one). Empty: not
         measured, as outside races. Passes over other numbers of slots, or of another target, would look slow then, so
         none counts.
         """
-        if used < 2 or not pass_ms:
-            return False
-        one, expected = (interpolate(pass_ms, n) for n in (1, slots))
-        self._costs.append(ms * one / expected)
-        last, before = list(self._costs)[-SLOW_PASSES:], list(self._costs)[:-SLOW_PASSES]
-        slow = SLOW_FROM_START * one  # a disturbance that lasts from the first pass on is in all passes before
-        if len(before) >= SLOW_PASSES:
-            slow = min(slow, SLOW_RATIO * median(before))
-        stalls = ms > max(STALL_RATIO * expected, expected + STALL_MS)
-        if not stalls and (len(last) < SLOW_PASSES or min(last) < slow):
-            return False
-        self.threads = max(n for n in (*thread_counts(), 1) if n < used)
+        if not pass_ms or (used < 2 and not self.on_trial):
+            return
+        expected = interpolate(pass_ms, slots)
+        self._costs.append(ms / expected)
+        stalls = ms > max(STALL_RATIO * expected, expected + STALL_MS) and not self.on_trial
+        if len(self._costs) < TRIAL_PASSES and not stalls:
+            return
+        cost = min(self._costs)
+        if self.on_trial:
+            threads, slow = self._before
+            self.on_trial, self._usual = False, min(cost, slow)
+            self.threads = self.threads if cost < slow else threads
+        elif stalls or cost > SLOW_RATIO * self._usual:
+            self.on_trial, self._before = True, (used, cost)
+            self.threads = max(n for n in (*thread_counts(), 1) if n < used)
+        else:
+            return
         self._costs.clear()
-        return True
 
 
 thread_limit = ThreadLimit()  # all lanes of a process share its cores

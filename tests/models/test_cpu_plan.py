@@ -199,20 +199,30 @@ def test_threads_respect_the_affinity_and_the_quota(monkeypatch, tmp_path):
     assert thread_counts() == (3,)
 
 
-def test_slow_passes_lower_the_threads_of_all_lanes(monkeypatch):
+def recorded(limit, ms, slots, curve, used=4):
+    """Record passes and return the limit after each, which a pass follows."""
+    seen = []
+    for each in ms:
+        limit.record(each, slots, min(used, limit.threads), curve)
+        seen.append(min(used, limit.threads))
+    return seen
+
+
+def test_slow_passes_are_tried_with_fewer_threads(monkeypatch):
     monkeypatch.setattr(cpu_threads, "thread_counts", lambda: (1, 2, 4))
     limit, flat = ThreadLimit(), {1: 10.0, 5: 10.0}
-    assert not any(limit.record(10.0 + 0.1 * n, 1 + n % 5, 4, flat) for n in range(20))
-    assert not limit.record(90.0, 1, 4, flat)  # one slow pass is an accident
-    assert not any(limit.record(10.0, 1, 4, flat) for _ in range(5))
-    assert [limit.record(20.0, 1, 4, flat) for _ in range(3)] == [False, False, True]
-    assert limit.threads == 2
-    assert not any(limit.record(30.0, 1, 1, flat) for _ in range(9))
-    assert not any(limit.record(10.0 + 90.0 * (n > 5), 1, 4, {}) for n in range(9))  # another target, not measured
+    assert {*recorded(limit, [10.0 + 0.1 * n for n in range(20)], 1, flat)} == {4}
+    assert {*recorded(limit, [90.0, 10.0, 10.0, 10.0, 10.0], 5, flat)} == {4}  # one slow pass is an accident
+    assert recorded(limit, [20.0, 20.0, 20.0], 1, flat) == [4, 4, 2] and limit.on_trial
+    assert recorded(limit, [40.0, 15.0, 15.0], 1, flat) == [2, 2, 2] and not limit.on_trial  # the first wakes threads
+    assert {*recorded(limit, [15.0] * 9, 1, flat)} == {2}  # usual with fewer threads
+    assert recorded(limit, [30.0] * 6, 1, flat) == [2, 2, 1, 1, 1, 2]  # fewer are no faster
+    assert {*recorded(limit, [30.0] * 9, 1, flat)} == {2}
     limit.start_run()
-    assert limit.threads > 4
-    assert limit.record(130.0, 1, 4, flat) and limit.threads == 2  # every product waited for a taken core
-    assert not limit.record(130.0, 1, 2, {1: 30.0})
+    assert {*recorded(limit, [10.0 + 90.0 * (n > 5) for n in range(9)], 1, {})} == {4}  # another target, not measured
+    assert recorded(limit, [130.0], 1, flat) == [2] and limit.on_trial  # every product waited for a taken core
+    limit.start_run()
+    assert recorded(limit, [130.0], 1, {1: 30.0}) == [4]
 
 
 def test_passes_that_cost_what_was_measured_are_no_disturbance(monkeypatch):
@@ -220,10 +230,7 @@ def test_passes_that_cost_what_was_measured_are_no_disturbance(monkeypatch):
     monkeypatch.setattr(cpu_threads, "thread_counts", lambda: (1, 2))
     limit, curve = ThreadLimit(), {1: 9.0, 4: 21.0, 8: 32.0}
     for slots in (1, 1, 1, 1, 8, 8, 8, 8, 1, 6, 6, 6):
-        assert not limit.record({1: 9.1, 6: 27.0, 8: 33.0}[slots], slots, 2, curve)
-    assert [limit.record(60.0, 8, 2, curve) for _ in range(3)] == [False, False, True]
-    assert limit.threads == 1
+        assert recorded(limit, [{1: 9.1, 6: 27.0, 8: 33.0}[slots]], slots, curve, used=2) == [2]
+    assert recorded(limit, [60.0] * 3 + [50.0] * 3, 8, curve, used=2) == [2, 2, 1, 1, 1, 1]
     limit.start_run()
-    assert [limit.record(28.0, 1, 2, curve) for _ in range(3)] == [False, False, True]  # from the first pass on
-    limit.start_run()
-    assert not any(limit.record(26.0, 1, 2, curve) for _ in range(9))  # a long text on a slow host
+    assert recorded(limit, [26.0] * 20, 1, curve, used=2)[6:] == [2] * 14  # a long text on a slow host
