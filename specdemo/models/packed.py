@@ -77,6 +77,7 @@ class PackedLinear(nn.Module):
         self._plain, self.plain_rows = (weight if plain_rows else None), plain_rows
         self._bias = None if linear.bias is None else linear.bias.detach()
         self._wide_bias = None if self._bias is None else self._bias.to(wide)
+        self._converts = wide != self.dtype
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
 
     @property
@@ -95,8 +96,11 @@ class PackedLinear(nn.Module):
         if self._plain is not None and x.numel() <= self.plain_rows * self.in_features:
             rows = x.reshape(-1, self.in_features)  # a product of three dimensions may copy the weight
             return F.linear(rows, self._plain, self._bias).view(*x.shape[:-1], self.out_features)
-        product: Tensor = self._multiply(x.to(self._blocks.dtype), self._blocks, self._wide_bias, "none", [], "")
-        return product.to(x.dtype)
+        if self._converts:
+            wide: Tensor = self._multiply(x.float(), self._blocks, self._wide_bias, "none", [], "")
+            return wide.to(x.dtype)
+        product: Tensor = self._multiply(x, self._blocks, self._bias, "none", [], "")
+        return product
 
     def __deepcopy__(self, memo: dict[int, object]) -> nn.Linear:
         return make_linear(self._blocks.to_dense(self.dtype), None if self._bias is None else self._bias.clone())
