@@ -234,3 +234,10 @@ def test_passes_that_cost_what_was_measured_are_no_disturbance(monkeypatch):
     assert recorded(limit, [60.0] * 3 + [50.0] * 3, 8, curve, used=2) == [2, 2, 1, 1, 1, 1]
     limit.start_run()
     assert recorded(limit, [26.0] * 20, 1, curve, used=2)[6:] == [2] * 14  # a long text on a slow host
+
+
+def test_a_family_that_cannot_run_the_comparison_stays_as_it_is(monkeypatch):
+    plain = model("llama-3x64", torch.float32)
+    monkeypatch.setattr(plain, "get_input_embeddings", lambda: torch.nn.Identity())
+    assert fuse_layers(plain, PADDED) == "" and cpu_plan(plain).layout == Layout()
+    assert not any(isinstance(part, PackedLinear) for part in plain.modules())
