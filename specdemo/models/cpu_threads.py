@@ -23,8 +23,8 @@ BUSY_CORES = 4  # from this number on, one core is left to the page, the browser
 MANY_CORES = 1 << 10
 UNCHANGED = nullcontext()  # the number of threads
 TRIAL_PASSES = 3  # passes in a row that must be slow, and that are tried with fewer threads
-SLOW_RATIO = 1.6  # of a slow pass to the usual time, which a trial costs little to tell from that of a long text
-STALL_RATIO, STALL_MS = 6.0, 100.0  # one pass is enough that takes so many times, and so much longer than, that
+SLOW_RATIO = 1.6  # time of a slow pass in usual ones; the trial tells a disturbance from a long text
+STALL_RATIO, STALL_MS = 6.0, 100.0  # one pass is enough if it takes so many measured ones, and so many ms more
 
 
 def threads(count: int) -> AbstractContextManager[None]:

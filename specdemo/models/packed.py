@@ -43,20 +43,20 @@ class Layout:
     """Layout of the weights of a model on a CPU.
 
     packed: products with more than `plain_rows` rows use oneDNN's blocked layout, the others the plain one. rows:
-    fewest rows of a product; a pass over fewer tokens is padded. measured: what decided, in words.
+    fewest rows of a product; a pass over fewer tokens is padded. reason: what decided, in words.
     """
 
     packed: bool = False
     plain_rows: int = 0
     rows: int = 1
-    measured: str = field(default="", compare=False)
+    reason: str = field(default="", compare=False)
     of_weights: ClassVar[dict[object, "Layout"]] = {}  # shapes and dtype -> layout, so that all copies of a model agree
 
     def __str__(self) -> str:
         name = "packed" if self.packed else "plain"
         if self.packed and self.plain_rows:
             name = f"plain up to {counted(self.plain_rows, 'row')}, packed above"
-        return f"{name} ({self.measured})" if self.measured else name
+        return f"{name} ({self.reason})" if self.reason else name
 
 
 PLAIN = Layout()
@@ -418,8 +418,8 @@ def _measured_layout(linears: Sequence[nn.Linear], copies: bool) -> Layout:
     stored = packed_dtype(sample[0].weight.dtype)
     other = "" if stored == sample[0].weight.dtype else f" in {str(stored).removeprefix('torch.')}"
     one, several = (seconds["packed", rows] / seconds["plain", rows] for rows in (1, WIDE_ROWS))
-    measured = f"packed{other}: {one:.2f} of plain for 1 row, {several:.2f} for {WIDE_ROWS}"
-    return dataclasses.replace(_fastest_layout(sample, seconds, copies), measured=measured)
+    reason = f"packed{other}: {one:.2f} of plain for 1 row, {several:.2f} for {WIDE_ROWS}"
+    return dataclasses.replace(_fastest_layout(sample, seconds, copies), reason=reason)
 
 
 def _fastest_layout(sample: Sequence[nn.Linear], seconds: Mapping[tuple[str, int], float], copies: bool) -> Layout:
