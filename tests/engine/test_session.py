@@ -125,8 +125,16 @@ def test_speed_up_has_an_interval_and_lane_a_waiting_time(trace):
 
 
 def test_steps_in_which_other_programs_took_the_cores_are_marked_and_do_not_count(monkeypatch):
-    reads = itertools.count()  # two per step, the second of every fifth step after a long wait
-    monkeypatch.setattr(clock, "thread_times", lambda: {"a": (0.0, 1e6 * ((next(reads) + 1) // 10))})
+    steps, read = itertools.count(1), clock.CpuStopwatch.read
+    waited = [0.0]
+
+    def read_after_a_wait(watch):
+        """End a step, every fifth one after a long wait. Not every step reads the threads when it starts."""
+        waited[0] += 1e6 * (next(steps) % 5 == 0)
+        return read(watch)
+
+    monkeypatch.setattr(clock.CpuStopwatch, "read", read_after_a_wait)
+    monkeypatch.setattr(clock, "thread_times", lambda: {"a": (0.0, waited[0])})
     trace = Session().run(spec(Lane(method="ngram", k=2), threads=2, max_new_tokens=24))
     events = [event for lane in trace.lanes for event in lane.events[1:]]
     marked = [event for event in events if "waited_ms" in event.notes]
