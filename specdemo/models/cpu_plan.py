@@ -64,7 +64,7 @@ class CpuSettings:
     @property
     def layout(self) -> Layout | None:
         """Return the layout that the choices require; None: the fastest."""
-        return Layout(packed=True, rows=PADDED_ROWS) if self.bit_exact == "on" else None
+        return Layout("packed", rows=PADDED_ROWS) if self.bit_exact == "on" else None
 
 
 MEASURED = CpuSettings()
@@ -105,26 +105,26 @@ def pack_model(model: PreTrainedModel, layout: Layout | None = None, text: Seque
     if not linears:
         return ""
     layout = layout or choose_layout(linears, psutil.virtual_memory().available)
-    if layout.packed and not packed_dtype(linears[0].weight.dtype):
+    if layout.wide and not packed_dtype(linears[0].weight.dtype):
         dtype = str(model.dtype).removeprefix("torch.")
         fix = "" if model.dtype == torch.float32 else "; choose dtype float32"
         return f"this processor has no packed products in {dtype}, so its passes use plain ones{fix}"
     # plain products of several rows may be slow, and only norms and experts change then
-    count = PROBE_TOKENS if layout.packed else 2
+    count = PROBE_TOKENS if layout.wide else 2
     try:
         expected, own = _probe(model, text, count), _probe(model, text, count - 1)
     except Exception:  # a family with other inputs, or a context of one token: nothing to compare with
         return ""
     replace(decoder, lambda part: fast_norm(pack_part(part, layout)))
-    if plain_head is not None and layout.packed:
-        model.set_output_embeddings(PackedHead(plain_head, layout.plain_rows))
+    if plain_head is not None and layout.wide:
+        model.set_output_embeddings(PackedHead(plain_head, layout))
     note = ""
     try:
         packed, layers = _probe(model, text, count), model.config.get_text_config(decoder=True).num_hidden_layers
         result = difference(expected, packed, [(expected[:-1], own)], spacing(model.dtype), layers)
         same = result.is_rounding
         if not same:
-            parts = "packed products" if layout.packed else "faster norms and experts"
+            parts = f"{layout.wide} products" if layout.wide else "faster norms and experts"
             note = f"{parts} move {100 * result.moved:.2g}% of the probability of a token, so they are not used"
     except Exception:  # a layer of this family reads its weights itself
         same = False

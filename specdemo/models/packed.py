@@ -1,6 +1,6 @@
-"""Faster weights and norms for CPUs: matrices in oneDNN's blocked layout, with which five rows cost little more than
-one, as verification needs; experts without work for those that no token chose; and RMS norms that take half the time.
-The values are the model's own. Where a processor has no packed products in bfloat16, the blocks are in float32."""
+"""Faster weights and norms for CPUs: matrices in a layout in which five rows cost little more than one, as verification
+needs; experts without work for those that no token chose; and RMS norms that take half the time. The values are the
+model's own. Where a processor has no packed products in bfloat16, such matrices are in float32."""
 
 import dataclasses
 import time
@@ -28,7 +28,7 @@ Module = TypeVar("Module", bound=nn.Module)
 KNOWN_NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
 WIDE_ROWS = 5  # rows of the wide product that a layout is measured with
 PADDED_ROWS = 4  # rows from which on packed products add in one order at every width
-PLAIN_ROWS = 3  # most rows of a plain product where both layouts are kept
+PLAIN_ROWS = 3  # most rows of a plain product where it has two layouts
 SAMPLE_BYTES = 96 << 20  # of the weights that are measured; more than most caches
 LEAST_BYTES = 1 << 20  # of all weights together; smaller models are not measured
 PADDING_LIMIT = 1.05  # most time of a padded one-row product, in that of the fastest layout for one row
@@ -42,68 +42,81 @@ COPY_GAIN = 0.9  # most time of a wide product with the second copy, in that of 
 class Layout:
     """Layout of the weights of a model on a CPU.
 
-    packed: products with more than `plain_rows` rows use oneDNN's blocked layout, the others the plain one. rows:
-    fewest rows of a product; a pass over fewer tokens is padded. reason: what decided, in words.
+    wide: form of the weights for products with more than `plain_rows` rows: "packed", oneDNN's blocks, or "transposed";
+    "": all products use the plain weights. rows: fewest rows of a product; a pass over fewer tokens is padded. reason:
+    what decided, in words.
     """
 
-    packed: bool = False
+    wide: str = ""
     plain_rows: int = 0
     rows: int = 1
     reason: str = field(default="", compare=False)
     of_weights: ClassVar[dict[object, "Layout"]] = {}  # shapes and dtype -> layout, so that all copies of a model agree
 
     def __str__(self) -> str:
-        name = "packed" if self.packed else "plain"
-        if self.packed and self.plain_rows:
-            name = f"plain up to {counted(self.plain_rows, 'row')}, packed above"
+        name = self.wide or "plain"
+        if self.wide and self.plain_rows:
+            name = f"plain up to {counted(self.plain_rows, 'row')}, {self.wide} above"
         return f"{name} ({self.reason})" if self.reason else name
 
 
 PLAIN = Layout()
+FORMS = "packed", "transposed"  # of weights for several rows
 
 
 class PackedLinear(nn.Module):
-    """Linear layer y = x W^T + b with W in oneDNN's blocked layout. A deep copy is a plain, trainable `nn.Linear`."""
+    """Linear layer y = x W^T + b with W in another layout. A deep copy is a plain, trainable `nn.Linear`."""
 
-    def __init__(self, linear: nn.Linear, plain_rows: int = 0) -> None:
-        """plain_rows: products with at most so many rows use the plain weight, which is kept for them."""
+    def __init__(self, linear: nn.Linear, layout: Layout) -> None:
         super().__init__()
         self.out_features, self.in_features = linear.weight.shape
         weight = linear.weight.detach().contiguous()
         self.dtype = weight.dtype
-        wide = packed_dtype(self.dtype) or self.dtype
+        wide_dtype = packed_dtype(self.dtype) or self.dtype
+        self._plain, self._most_plain = (weight if layout.plain_rows else None), layout.plain_rows * self.in_features
         # not a buffer: a blocked tensor can be neither moved nor saved
-        self._blocks: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.to(wide), WIDE_ROWS)
-        self._plain, self.plain_rows = (weight if plain_rows else None), plain_rows
+        if layout.wide == "transposed":
+            self._wide, self._multiply = weight.T.to(wide_dtype).contiguous(), _multiply_transposed
+        else:
+            self._wide = torch.ops.mkldnn._reorder_linear_weight(weight.to(wide_dtype), WIDE_ROWS)
+            self._multiply = torch.ops.mkldnn._linear_pointwise.default
         self._bias = None if linear.bias is None else linear.bias.detach()
-        self._wide_bias = None if self._bias is None else self._bias.to(wide)
-        self._converts = wide != self.dtype
-        self._multiply = torch.ops.mkldnn._linear_pointwise.default
+        self._wide_bias = None if self._bias is None else self._bias.to(wide_dtype)
+        self._converts = wide_dtype != self.dtype
 
     @property
     def row_bytes(self) -> int:
         """Return the size of the weights that a product of one row reads."""
-        stored = self._blocks if self._plain is None else self._plain
+        stored = self._wide if self._plain is None else self._plain
         return self.out_features * self.in_features * stored.element_size()
 
     @property
     def bytes(self) -> int:
         """Return the size of the weights in all their layouts."""
-        blocks = self.out_features * self.in_features * self._blocks.element_size()
-        return blocks + sum(tensor.nbytes for tensor in (self._plain, self._bias) if tensor is not None)
+        wide = self.out_features * self.in_features * self._wide.element_size()
+        return wide + sum(tensor.nbytes for tensor in (self._plain, self._bias) if tensor is not None)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._plain is not None and x.numel() <= self.plain_rows * self.in_features:
+        if self._plain is not None and x.numel() <= self._most_plain:
             rows = x.reshape(-1, self.in_features)  # a product of three dimensions may copy the weight
             return F.linear(rows, self._plain, self._bias).view(*x.shape[:-1], self.out_features)
         if self._converts:
-            wide: Tensor = self._multiply(x.float(), self._blocks, self._wide_bias, "none", [], "")
+            wide: Tensor = self._multiply(x.float(), self._wide, self._wide_bias, "none", [], "")
             return wide.to(x.dtype)
-        product: Tensor = self._multiply(x, self._blocks, self._bias, "none", [], "")
+        product: Tensor = self._multiply(x, self._wide, self._bias, "none", [], "")
         return product
 
     def __deepcopy__(self, memo: dict[int, object]) -> nn.Linear:
-        return make_linear(self._blocks.to_dense(self.dtype), None if self._bias is None else self._bias.clone())
+        transposed = self._multiply is _multiply_transposed
+        weight = self._wide.T.contiguous().to(self.dtype) if transposed else self._wide.to_dense(self.dtype)
+        return make_linear(weight, None if self._bias is None else self._bias.clone())
+
+
+def _multiply_transposed(x: Tensor, weight: Tensor, bias: Tensor | None, *operation: object) -> Tensor:
+    """Return x W + b for a transposed weight. operation: none, as oneDNN's product takes it."""
+    rows = x.reshape(-1, len(weight))
+    product = rows @ weight if bias is None else torch.addmm(bias, rows, weight)
+    return product.view(*x.shape[:-1], weight.shape[1])
 
 
 @lru_cache
@@ -120,16 +133,16 @@ def packed_dtype(dtype: torch.dtype) -> torch.dtype | None:
 
 
 class PackedHead(PackedLinear):
-    """Output head with packed weights that also keeps its plain `weight`, which embedding and heads may share."""
+    """Output head in another layout that also keeps its plain `weight`, which embedding and heads may share."""
 
-    def __init__(self, linear: nn.Linear, plain_rows: int = 0) -> None:
-        super().__init__(linear, plain_rows)
+    def __init__(self, linear: nn.Linear, layout: Layout) -> None:
+        super().__init__(linear, layout)
         self.weight, self.bias = linear.weight, linear.bias
 
     @property
     def bytes(self) -> int:
-        """Return the size of the packed copy, without `weight`."""
-        return super().bytes - (self.weight.nbytes if self.plain_rows else 0)
+        """Return the size of the copy in another layout, without `weight`."""
+        return super().bytes - (self.weight.nbytes if self._plain is not None else 0)
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad):
@@ -280,8 +293,8 @@ def pack(module: Module) -> Module:
 
 def pack_part(part: nn.Module, layout: Layout) -> nn.Module:
     """Return a linear layer or the experts of a layer in a layout; other modules are returned unchanged."""
-    if layout.packed and type(part) is nn.Linear:
-        return PackedLinear(part, layout.plain_rows)
+    if layout.wide and type(part) is nn.Linear:
+        return PackedLinear(part, layout)
     return FastExperts(part, layout) if has_experts(part) else part
 
 
@@ -415,40 +428,52 @@ def _measured_layout(linears: Sequence[nn.Linear], copies: bool) -> Layout:
     seconds = layout_seconds(sample, (1, PADDED_ROWS, WIDE_ROWS))
     if ("packed", 1) not in seconds:
         return PLAIN
+    layout = _layout_for_one_row(seconds)
+    if not layout.wide:
+        seconds = layout_seconds(sample, (1, WIDE_ROWS), FORMS)  # both again, because speed changes with time
+        layout = _layout_for_several_rows(sample, seconds, copies)
     stored = packed_dtype(sample[0].weight.dtype)
     other = "" if stored == sample[0].weight.dtype else f" in {str(stored).removeprefix('torch.')}"
-    one, several = (seconds["packed", rows] / seconds["plain", rows] for rows in (1, WIDE_ROWS))
-    reason = f"packed{other}: {one:.2f} of plain for 1 row, {several:.2f} for {WIDE_ROWS}"
-    return dataclasses.replace(_fastest_layout(sample, seconds, copies), reason=reason)
-
-
-def _fastest_layout(sample: Sequence[nn.Linear], seconds: Mapping[tuple[str, int], float], copies: bool) -> Layout:
-    wide = seconds["packed", WIDE_ROWS]
-    one = {
-        PLAIN: seconds["plain", 1],
-        Layout(packed=True): seconds["packed", 1],
-        Layout(packed=True, rows=PADDED_ROWS): seconds["packed", PADDED_ROWS],
-    }
-    padded = Layout(packed=True, rows=PADDED_ROWS)
-    if one[padded] <= PADDING_LIMIT * min(one.values()):
-        return padded
-    best = min(one, key=one.__getitem__)
-    if best.packed or wide > COPY_GAIN * seconds["plain", WIDE_ROWS]:
-        return best
-    if copies:
-        return Layout(packed=True, plain_rows=_plain_rows(sample))
-    return min(
-        PLAIN,
-        Layout(packed=True),
-        key=lambda layout: one[layout] + (wide if layout.packed else seconds["plain", WIDE_ROWS]),
+    share = {key: seconds[key] / seconds["plain", key[1]] for key in seconds}
+    reasons = (
+        f"{form}{other}: {share[form, 1]:.2f} of plain for 1 row, {share[form, WIDE_ROWS]:.2f} for {WIDE_ROWS}"
+        for form in FORMS
+        if (form, 1) in seconds
     )
+    return dataclasses.replace(layout, reason="; ".join(reasons))
 
 
-def _plain_rows(linears: Sequence[nn.Linear]) -> int:
-    """Return the most rows, up to PLAIN_ROWS, of which a plain product is the faster one."""
-    seconds = layout_seconds(linears, range(2, PLAIN_ROWS + 1))
-    slower = (n for n in range(2, PLAIN_ROWS + 1) if seconds["packed", n] < seconds["plain", n])
-    return next(slower, PLAIN_ROWS + 1) - 1
+def _layout_for_one_row(seconds: Mapping[tuple[str, int], float]) -> Layout:
+    """Return the layout whose products of one row are the fastest; a padded one within `PADDING_LIMIT`."""
+    padded = Layout("packed", rows=PADDED_ROWS)
+    one = {PLAIN: seconds["plain", 1], Layout("packed"): seconds["packed", 1], padded: seconds["packed", PADDED_ROWS]}
+    return padded if one[padded] <= PADDING_LIMIT * min(one.values()) else min(one, key=one.__getitem__)
+
+
+def _layout_for_several_rows(
+    sample: Sequence[nn.Linear], seconds: Mapping[tuple[str, int], float], copies: bool
+) -> Layout:
+    """Return the layout for several rows where the plain one is the fastest for one row.
+
+    copies: a second copy of the weights fits into memory. It must save a tenth.
+    """
+    form = min(FORMS, key=lambda form: seconds[form, WIDE_ROWS])
+    if seconds[form, WIDE_ROWS] > COPY_GAIN * seconds["plain", WIDE_ROWS]:
+        return PLAIN
+    if copies:
+        return Layout(form, plain_rows=_plain_rows(sample, form))
+    layouts = PLAIN, *map(Layout, FORMS)
+    return min(layouts, key=lambda layout: sum(seconds[layout.wide or "plain", rows] for rows in (1, WIDE_ROWS)))
+
+
+def _plain_rows(linears: Sequence[nn.Linear], form: str) -> int:
+    """Return the most rows of a plain product, up to PLAIN_ROWS, with which products of one to PLAIN_ROWS rows take the
+    least time. 0: none is plain, so that a second copy of the weights is not needed."""
+    counts = range(1, PLAIN_ROWS + 1)
+    seconds = layout_seconds(linears, counts, (form,))
+    return min(
+        range(PLAIN_ROWS, -1, -1), key=lambda most: sum(seconds["plain" if n <= most else form, n] for n in counts)
+    )
 
 
 @lru_cache(maxsize=1)
@@ -480,16 +505,18 @@ def _sample(linears: Sequence[nn.Linear]) -> list[nn.Linear]:
     return chosen
 
 
-def layout_seconds(linears: Sequence[nn.Linear], counts: Sequence[int]) -> dict[tuple[str, int], float]:
-    """Return kind of layout and number of rows -> seconds of one product with every layer, the best of ROUNDS; without
-    packed products where torch has none.
+def layout_seconds(
+    linears: Sequence[nn.Linear], counts: Sequence[int], forms: Sequence[str] = ("packed",)
+) -> dict[tuple[str, int], float]:
+    """Return form and number of rows -> seconds of one product with every layer, the best of ROUNDS: of plain weights
+    and, where torch can pack weights, of others.
 
-    counts: numbers of rows.
+    counts: numbers of rows. forms: of `FORMS`.
     """
     kinds: dict[str, Sequence[nn.Module]] = {"plain": linears}
     dtype = linears[0].weight.dtype
     if packed_dtype(dtype):
-        kinds["packed"] = [PackedLinear(linear) for linear in linears]
+        kinds |= {form: [PackedLinear(linear, Layout(form)) for linear in linears] for form in forms}
     sizes = {linear.in_features for linear in linears}
     inputs = {(rows, size): torch.ones(1, rows, size, dtype=dtype) for rows in counts for size in sizes}
 

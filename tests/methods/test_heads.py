@@ -110,7 +110,7 @@ def run(request, case, head, tmp_path, monkeypatch):
     if request.param == "packed":
         if not torch.backends.mkldnn.is_available():
             pytest.skip("this torch has no oneDNN")
-        force_layout(monkeypatch, packed.Layout(packed=True))
+        force_layout(monkeypatch, packed.Layout("packed"))
         head = method(case.method).load(folder_with(tmp_path, case.tensors, case.config, case.file), case.target)
         assert packed.packed_bytes(head)
     target = case.target

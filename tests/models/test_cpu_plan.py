@@ -24,7 +24,7 @@ from tests.models.tiny import force_layout
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 
-PADDED = Layout(packed=True, rows=4)
+PADDED = Layout("packed", rows=4)
 EDGES = (1, 3, 60, 119, *range(123, 130), 200, 247, *range(251, 258), *range(374, 386), *range(506, 514), 600, 1019)
 WINDOWS = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}
 SHAPES = {  # query heads, key heads, and size of a head
@@ -118,7 +118,7 @@ def test_a_product_that_depends_on_the_width_is_noticed(monkeypatch, dtype):
     def by_width(self, x):
         if x.shape[-2] < 9:
             return forward(self, x)
-        half, weight = x.shape[-1] // 2, self._blocks.to_dense(x.dtype)
+        half, weight = x.shape[-1] // 2, self._wide.to_dense(x.dtype)
         return x[..., :half] @ weight[:, :half].T + x[..., half:] @ weight[:, half:].T
 
     monkeypatch.setattr(PackedLinear, "forward", by_width)

@@ -17,7 +17,8 @@ from specdemo.models.packed import FastRMSNorm, PackedLinear, RMSNorm, dtype_of,
 from specdemo.models.target import HFTarget
 from tests.models.tiny import CALLED, SIZES, build, force_layout, texts
 
-PACKED = module.Layout(packed=True), module.Layout(packed=True, plain_rows=3)
+PACKED = module.Layout("packed"), module.Layout("packed", plain_rows=3)
+TRANSPOSED = module.Layout("transposed"), module.Layout("transposed", plain_rows=2)
 TREE = torch.tensor([[0, 0, 1, 1, 2, 5]])
 
 
@@ -37,7 +38,7 @@ MODELS = {name: lambda name=name: build(name) for name in ("llama", "qwen3", "mi
 def packing(request, monkeypatch):
     if request.param == "packed" and not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN")
-    force_layout(monkeypatch, module.Layout(packed=request.param == "packed"))
+    force_layout(monkeypatch, module.Layout("packed" if request.param == "packed" else ""))
     return request.param
 
 
@@ -161,7 +162,7 @@ def test_models_of_another_build_stay_as_they_are():
         assert kernels(model) == "transformers"
 
 
-@pytest.mark.parametrize("layout", [module.PLAIN, *PACKED], ids=str)
+@pytest.mark.parametrize("layout", [module.PLAIN, *PACKED, *TRANSPOSED], ids=str)
 @pytest.mark.parametrize("name", ["gemma3", "qwen3", "gpt_oss", "qwen3_next"])
 def test_linear_layers_experts_and_norms_of_every_family_are_replaced(monkeypatch, name, layout):
     force_layout(monkeypatch, layout)
@@ -169,8 +170,8 @@ def test_linear_layers_experts_and_norms_of_every_family_are_replaced(monkeypatc
     expected, tokens = copy.deepcopy(model), texts(1, 9)
     fuse_layers(model)
     decoder = model.get_decoder()
-    assert kernels(model).endswith("packed") == layout.packed
-    assert any(type(m) is torch.nn.Linear for m in decoder.modules()) != layout.packed
+    assert kernels(model).endswith("packed") == bool(layout.wide)
+    assert any(type(m) is torch.nn.Linear for m in decoder.modules()) != bool(layout.wide)
     assert not any(map(module.has_experts, decoder.modules()))
     assert type(decoder.norm) is type(decoder.layers[1].input_layernorm) is FastRMSNorm
     again = copy.deepcopy(model)
@@ -185,7 +186,7 @@ def test_linear_layers_experts_and_norms_of_every_family_are_replaced(monkeypatc
 
 
 def test_a_family_that_reads_its_weights_itself_is_left_alone(monkeypatch):
-    force_layout(monkeypatch, module.Layout(packed=True))
+    force_layout(monkeypatch, module.Layout("packed"))
     model = build("gemma3")
     part = model.model.layers[1].mlp
     part.forward = lambda x: torch.nn.functional.linear(x, part.up_proj.weight)[..., : x.shape[-1]]
@@ -203,27 +204,30 @@ def test_nothing_is_packed_without_the_private_operations(monkeypatch, dtype):
     assert module.choose_layout([torch.nn.Linear(8, 8).to(dtype)]) == module.PLAIN
 
 
+@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("plain_rows", [0, 2])
-def test_weights_in_bfloat16_are_packed_in_float32_where_the_processor_needs_it(monkeypatch, plain_rows):
+@pytest.mark.parametrize("wide", ["packed", "transposed"])
+def test_weights_in_bfloat16_are_wide_in_float32_where_the_processor_needs_it(monkeypatch, wide, plain_rows, bias):
     monkeypatch.setattr(module, "packed_dtype", lambda dtype: torch.float32)
     generator = torch.Generator().manual_seed(0)
-    linear = torch.nn.Linear(48, 32).bfloat16().requires_grad_(False)
-    layer = PackedLinear(linear, plain_rows)
+    linear = torch.nn.Linear(48, 32, bias).bfloat16().requires_grad_(False)
+    layer = PackedLinear(linear, module.Layout(wide, plain_rows))
     assert (layer.dtype, layer.row_bytes) == (torch.bfloat16, 48 * 32 * (2 if plain_rows else 4))
-    assert layer.bytes == 48 * 32 * (6 if plain_rows else 4) + 64
+    assert layer.bytes == 48 * 32 * (6 if plain_rows else 4) + 64 * bias
     for rows in (1, 2, 3, 5):
         x = torch.randn(1, rows, 48, generator=generator).bfloat16()
-        exact = torch.nn.functional.linear(x.double(), linear.weight.double(), linear.bias.double())
+        exact = torch.nn.functional.linear(x.double(), linear.weight.double(), linear.bias.double() if bias else None)
         assert layer(x).dtype == torch.bfloat16
         torch.testing.assert_close(layer(x).double(), exact, rtol=0.01, atol=0.01)
     again = copy.deepcopy(layer)
-    assert torch.equal(again.weight, linear.weight) and torch.equal(again.bias, linear.bias)
+    assert torch.equal(again.weight, linear.weight)
+    assert torch.equal(again.bias, linear.bias) if bias else again.bias is None
 
 
 def test_an_outline_neither_takes_nor_leaves_the_layout_of_its_shapes(monkeypatch):
     monkeypatch.setattr(module, "LEAST_BYTES", 0)
     monkeypatch.setattr(module.Layout, "of_weights", {})
-    monkeypatch.setattr(module, "_measured_layout", lambda linears, copies: module.Layout(packed=True))
+    monkeypatch.setattr(module, "_measured_layout", lambda linears, copies: module.Layout("packed"))
     outline = torch.nn.Sequential(torch.nn.Linear(32, 8, device="meta"))
     assert type(pack(outline)[0]) is torch.nn.Linear
     assert not module.Layout.of_weights
@@ -231,27 +235,31 @@ def test_an_outline_neither_takes_nor_leaves_the_layout_of_its_shapes(monkeypatc
     assert type(pack(outline)[0]) is torch.nn.Linear
 
 
-SECONDS = {("plain", 1): 1.0, ("plain", 2): 1.1, ("plain", 3): 1.2, ("plain", 5): 4.0}
+SECONDS = {("plain", 1): 1.0, ("plain", 2): 1.1, ("plain", 3): 1.2, ("plain", 4): 3.5, ("plain", 5): 4.0}
+SECONDS |= {("transposed", 1): 1.1, ("transposed", 2): 1.3, ("transposed", 5): 3.9}
 SECONDS |= {("packed", 1): 1.2, ("packed", 2): 1.25, ("packed", 3): 1.3, ("packed", 4): 1.3, ("packed", 5): 1.4}
 
 
 @pytest.mark.parametrize(
     ("changes", "copies", "layout"),
     [
-        ({}, True, module.Layout(packed=True, plain_rows=3)),  # the plain lane stays fast
-        ({("plain", 3): 1.4}, True, module.Layout(packed=True, plain_rows=2)),
-        ({("plain", 2): 2.2, ("plain", 3): 1.2}, True, module.Layout(packed=True, plain_rows=1)),
-        ({}, False, module.Layout(packed=True)),  # 1.2 + 1.4 against 1 + 4
+        ({}, True, module.Layout("packed", plain_rows=3)),  # the plain lane stays fast
+        ({("plain", 3): 1.4}, True, module.Layout("packed", plain_rows=2)),
+        ({("plain", 2): 2.2, ("plain", 3): 1.2}, True, module.Layout("packed", plain_rows=1)),
+        ({}, False, module.Layout("packed")),  # 1.2 + 1.4 against 1 + 4
         ({("plain", 5): 1.3}, True, module.PLAIN),
         ({("plain", 5): 1.5}, False, module.PLAIN),
         ({("plain", 5): 1.5}, True, module.PLAIN),  # a tenth is worth a second copy, less is not
-        ({("packed", 4): 1.05}, True, module.Layout(packed=True, rows=4)),
-        ({("packed", 1): 0.9, ("packed", 4): 0.95}, True, module.Layout(packed=True)),
-        ({("packed", 1): 0.9, ("packed", 4): 0.94}, True, module.Layout(packed=True, rows=4)),
+        ({("transposed", 5): 1.3, ("transposed", 3): 1.15}, True, module.Layout("transposed", plain_rows=2)),
+        ({("transposed", 5): 1.3}, False, module.Layout("transposed")),
+        ({("transposed", n): 0.9 for n in (1, 2, 3, 5)}, True, module.Layout("transposed")),  # one copy is enough
+        ({("packed", 4): 1.05}, True, module.Layout("packed", rows=4)),
+        ({("packed", 1): 0.9, ("packed", 4): 0.95}, True, module.Layout("packed")),
+        ({("packed", 1): 0.9, ("packed", 4): 0.94}, True, module.Layout("packed", rows=4)),
     ],
 )
 def test_the_layout_is_the_best_for_one_row_then_for_several(monkeypatch, changes, copies, layout):
-    monkeypatch.setattr(module, "layout_seconds", lambda linears, counts: SECONDS | changes)
+    monkeypatch.setattr(module, "layout_seconds", lambda *arguments: SECONDS | changes)
     assert module._measured_layout([torch.nn.Linear(8, 8)], copies) == layout
 
 
