@@ -69,7 +69,7 @@ function shown(line) {
   hintAtScrolling();
   $(".sd-remarks").hidden = !line.remarks.length;
   $(".sd-remarks").replaceChildren(...line.remarks.map((text) => make("li", "", ...coded(text))));
-  const end = line.state ?? (line.recorded ? "Recorded result" : "Done");
+  const end = line.state ?? (line.recorded ? `Recorded result${line.target && ` of ${line.target}`}` : "Done");
   if (!line.partial) setStatus($(".sd-finding") ? `${end}.` : `${end}. ${sentence(line.verdict)}`);
 }
 

@@ -21,6 +21,7 @@ from specdemo.bench.candidates import commands, shareable
 from specdemo.bench.plot import BARS, chart
 from specdemo.bench.result import Result, Row, best, is_baseline, noisy, read_result, recorded_suite, to_json
 from specdemo.bench.suites import Sweep, swept
+from specdemo.bench.tune import YOURS
 from specdemo.core.atomic_io import finite
 from specdemo.core.estimate import Estimate
 from specdemo.core.suggest import counted
@@ -168,9 +169,11 @@ def result_line(result: Result, recorded: bool, partial: bool = False) -> str:
     rows = [{name: _cell(value) for name, value in row.items()} for row in result.rows]
     verdict, *others = [*filter(None, [best(result)]), *result.remarks] or ["this suite measures no speed-up."]
     remarks = [*others, *filter(None, [noisy(result)])]
+    verdict = verdict.replace(YOURS, "its prompt") if recorded else verdict
     payload: dict[str, object] = {"axis": result.axis, "rows": rows, "remarks": remarks, "verdict": verdict}
     payload |= {"stages": result.environment.get("stages", {}), "commands": commands(result.remarks)}
     where = [str(result.environment[name]) for name in ("device", "date") if result.environment.get(name)]
+    payload["target"] = str(result.config.get("target", ""))
     payload |= {"where": where, "conditions": " · ".join(_conditions(result))}
     with suppress(ValueError):  # a suite without speed-ups has only its table
         payload["chart"] = finite(chart(result))

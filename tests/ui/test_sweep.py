@@ -277,6 +277,7 @@ def test_a_search_is_that_of_the_controls_or_of_the_race(monkeypatch):
 def test_the_first_search_that_is_seen_is_a_recorded_one():
     shown = lines(Sweeps("tune").recorded(visit(""), {"sweep": Tune.name})["view"])[1]
     assert shown["recorded"] and shown["chart"]["lines"] and [*shown["stages"]] == [*STAGES]
+    assert shown["target"] == "stories" and shown["verdict"].startswith("For its prompt use")
     bars = [row for row in shown["rows"] if row["category"] == "mixed"]
     assert len([row for row in bars if row["place"] and row["race"]]) > 2 and bars[-1]["lane"] == "plain decoding"
 
