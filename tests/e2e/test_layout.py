@@ -268,9 +268,10 @@ def test_axe_finds_nothing_in_both_themes(visit_gated, gates):
 
     assert brightness() < 200
     assert violations() == [] and brightness() > 600
-    for role, name in reversed(PLACES):
+    for role, name in PLACES[1:]:
         page.get_by_role(role, name=name, exact=True).click()
         assert violations() == [], name
+    page.get_by_role("tab", name="Race").click()
     page.locator("#run").click()
     wait_for_text(page, "^(Running|Run complete)")
     expect(page.locator("#run")).to_be_enabled()  # axe would read a button half before and half after its change
@@ -281,8 +282,7 @@ def test_axe_finds_nothing_in_both_themes(visit_gated, gates):
     assert violations() == []
     edit(page)
     page.locator("#prompt textarea").fill("Another prompt")
-    expect(page.locator(".sd-outdated-label")).to_be_visible()
-    assert violations() == []
     choose_example(page, "Qwen3 8B with Qwen3 0.6B")
-    expect(page.locator(".sd-obstacle")).to_be_visible()
+    for part in (".sd-outdated-label", ".sd-obstacle"):
+        expect(page.locator(part)).to_be_visible()
     assert violations() == []
