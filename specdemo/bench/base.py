@@ -11,7 +11,7 @@ from specdemo.bench.prompts import PROMPTS
 from specdemo.bench.result import Result
 from specdemo.core.generation import DTYPES, dtype_name
 from specdemo.core.settings import Settings, setting
-from specdemo.core.suggest import DEVICES
+from specdemo.core.suggest import DEVICES, EMPTY
 from specdemo.presets.files import DEFAULT, Preset, preset
 from specdemo.presets.limits import LIMITS
 
@@ -59,7 +59,7 @@ def _ks(value: Sequence[int]) -> Sequence[int]:
 
 def _prompts(value: Sequence[str]) -> Sequence[str]:
     if not (value and all(text.strip() for text in value)):
-        raise ValueError("a prompt is empty; write at least one word")
+        raise ValueError(f"a prompt {EMPTY}")
     return value
 
 

@@ -226,11 +226,11 @@ class LocalSide:
     name = "the local engine"
 
     def __init__(self, target: str, dtype: str, device: str) -> None:
-        from specdemo.bench.sweeps import tokenizer
         from specdemo.methods.pairs import load_target
+        from specdemo.models.text import tokenizer_of
 
         self.model: Target = load_target(target, dtype, device)
-        tokenizer(self.model)  # raises ValueError if it has none
+        tokenizer_of(self.model)  # raises ValueError if it has none
 
     def answer(self, prompt: str, tokens: int) -> GreedyAnswer:
         """Return the greedy answer. Raises ValueError with one line."""

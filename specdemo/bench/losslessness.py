@@ -17,7 +17,6 @@ from specdemo.bench.base import ROWS, OfPreset, Report, Stop, Tick
 from specdemo.bench.measure import Decoder, run_complete, run_repeats
 from specdemo.bench.prompts import PROMPTS
 from specdemo.bench.result import DRAFTED, PLAIN, TOKEN, Result, Row
-from specdemo.bench.sweeps import tokenizer
 from specdemo.core.protocol import GenerationConfig, Target
 from specdemo.core.rules import accept_rule
 from specdemo.core.suggest import counted
@@ -25,7 +24,7 @@ from specdemo.engine.loop import generate
 from specdemo.engine.session import Session, environment
 from specdemo.methods import BASELINE, build_drafter, load_drafter, method
 from specdemo.methods.pairs import load_target
-from specdemo.models.text import encode, token_text
+from specdemo.models.text import encode, token_text, tokenizer_of
 from specdemo.presets.files import Preset
 
 PLACES = (2, 3, 4)  # positions of the compared tokens; the first token comes from the prefill, without speculation
@@ -109,7 +108,7 @@ def _same_distribution(suite: OfPreset, comparison: Preset, report: Report, canc
             build_drafter(lane.method, target, lane.model, lane.parsed), rule, replace(plain, budget=lane.budget)
         ),
     }
-    prompt = encode(tokenizer(target), comparison.prompt, target.max_length - tokens)
+    prompt = encode(tokenizer_of(target), comparison.prompt, target.max_length - tokens)
 
     every: list[list[list[list[int]]]] = []
 
@@ -138,7 +137,7 @@ def _same_distribution(suite: OfPreset, comparison: Preset, report: Report, canc
             "draws": len(samples[0]),
             "prompt": comparison.prompt[:200],
         }
-        rows, findings = _compared(tokenizer(target), samples, rule.exact)
+        rows, findings = _compared(tokenizer_of(target), samples, rule.exact)
         return Result("losslessness", len(done), config, environment(target), rows, [*findings, *remarks], TOKEN)
 
     return conclude(*run_repeats(suite.repeats, report, cancelled, once))

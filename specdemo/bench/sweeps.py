@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Generator
-from transformers import PreTrainedTokenizerBase
 
 from specdemo.analysis.diagnose import SMALLEST_GAIN
 from specdemo.bench.base import Decoding, LaneSuite, Report, Stop
@@ -168,11 +167,3 @@ def first_lane(suite: LaneSuite, cached: bool = False) -> tuple[Target, dict[str
 def room(target: Target, suite: Decoding) -> int:
     """Return the longest possible prompt in tokens."""
     return target.max_length - suite.new_tokens
-
-
-def tokenizer(target: Target) -> PreTrainedTokenizerBase:
-    """Return the target's tokenizer. Raises ValueError with one line if it has none."""
-    text_tokenizer: PreTrainedTokenizerBase | None = target.tokenizer
-    if text_tokenizer is None:
-        raise ValueError(f"{target.name} has no tokenizer; put its tokenizer.json into the same folder")
-    return text_tokenizer

@@ -93,7 +93,7 @@ class Tune(Decoding):
         if self.prompt_file is not None:
             prompts = read_questions(self.prompt_file)
         names = list(filter(None, self.work.split(",")))
-        if self.prompt:
+        if self.prompt.strip():
             own = kind_of_work("", self.prompt)
             own = own if own in prompts else YOURS
             others = [text for text in prompts.get(own, ()) if text != self.prompt]

@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 DEVICES = "auto, cpu, mps, cuda, cuda:N, xpu or xpu:N"
+EMPTY = "is empty; write at least one word"  # of a prompt
 MAX_LISTED = 24  # longest list of names; a longer one is cut to half of this
 
 

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from specdemo.core.generation import DTYPES, Sampling, Thinking, dtype_name
 from specdemo.core.rules import DEFAULT_RULE, RULES, accept_rule, rules_help
 from specdemo.core.settings import BaseOptions, Settings, changed_values, setting, to_values
-from specdemo.core.suggest import DEVICES, counted, program, short_repr, suggest
+from specdemo.core.suggest import DEVICES, EMPTY, counted, program, short_repr, suggest
 from specdemo.core.trace import BASELINE_LANE
 from specdemo.costs.lengths import DEFAULT_LENGTH, MAX_K
 from specdemo.methods import (
@@ -60,7 +60,7 @@ def _model(name: str) -> ModelRef:
 
 def _non_empty(text: str) -> str:
     if not text.strip():
-        raise ValueError("is empty; write at least one word")
+        raise ValueError(EMPTY)
     return text
 
 

@@ -18,7 +18,7 @@ from specdemo.core.coupled import Coupled
 from specdemo.core.host_copy import on_host, to_device
 from specdemo.core.protocol import Budget, Drafter, Forward, GenerationConfig, Progress, Target
 from specdemo.core.sampling import PositionNoise, to_probs
-from specdemo.core.suggest import counted
+from specdemo.core.suggest import EMPTY, counted
 from specdemo.core.trace import StepEvent
 from specdemo.core.tree import ABSENT, Draft, chain_parents, clamp_ids, depths, first_branch, is_chain, validate_ids
 from specdemo.engine.clock import Stopwatch, stopwatch_for
@@ -226,7 +226,7 @@ def _check(target: Target, prompt_ids: Tensor, config: GenerationConfig) -> None
     if prompt_ids.ndim != 2:
         raise ValueError(f"prompt_ids must be [B, T], not {list(prompt_ids.shape)}; add a dimension with [None]")
     if prompt_ids.numel() == 0:
-        raise ValueError("the prompt is empty; write at least one word")
+        raise ValueError(f"the prompt {EMPTY}")
     rows, limit = len(prompt_ids), target.capabilities.batch
     if rows > limit:
         raise ValueError(f"{target.name} decodes {counted(limit, 'text')} at a time, not {rows}; lower the batch size")

@@ -53,6 +53,7 @@ from specdemo.models.pass_cost import checking_note, costly_in_half, fastest_thr
 from specdemo.models.prefix_reuse import prefix_cached, with_prefix_cache
 from specdemo.models.ref import ModelRef
 from specdemo.models.sources import LoadProgress, no_progress
+from specdemo.models.text import tokenizer_of
 from specdemo.servers.address import check_listed
 
 Spec = TypeVar("Spec", bound=Comparison)
@@ -356,14 +357,10 @@ class Session:
 
     def _lanes(self, spec: Comparison) -> Sequence[RunningLane]:
         self._last_turn = None  # a run that does not end leaves no chat
-        if not spec.prompt.strip():
-            raise ValueError("the prompt is empty; write at least one word")
         if spec.all_remote:
             template = has_chat_template(spec.target) if spec.target.path else None
             return [ServerLane(spec, index, template) for index in range(len(spec.all_lanes))]
-        tokenizer = self.tokenizer
-        if tokenizer is None:
-            raise ValueError(f"{spec.target} has no tokenizer; put its tokenizer.json into the same folder")
+        tokenizer = tokenizer_of(self._models[self._target].model)
         chats = bool(tokenizer.chat_template)
 
         def local_lane(index: int) -> LocalLane:

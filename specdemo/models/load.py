@@ -58,6 +58,7 @@ from specdemo.models.pass_cost import fastest_threads, plan_passes
 from specdemo.models.ref import ModelRef
 from specdemo.models.shipped import is_embedded
 from specdemo.models.sources import (
+    NO_CONFIG,
     LoadProgress,
     check_folder,
     config_folder,
@@ -283,7 +284,7 @@ def _meta_target(name: str, folder: str) -> HFTarget:
     """Return the target of a config without weights. Raises ValueError with one line, also if the config does not match
     the size of the files."""
     if not read_config(Path(folder)):
-        raise ValueError(f"{name} has no config.json; it is not a Hugging Face model folder")
+        raise ValueError(f"{name} {NO_CONFIG}")
     with load_errors(name), _exclusive_build():
         auto_class, config = _auto_class(name, folder)
         with torch.device("meta"):

@@ -33,6 +33,7 @@ from specdemo.models.shipped import check_embedded
 MASK_FILE = "mask_embedding.pt"  # embedding of a drafter's mask token
 CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja", MASK_FILE)  # config, tokenizer, chat template
 CONFIGS = ("config.json", "params.json")  # of models, and Meta's
+NO_CONFIG = "has no config.json; it is not a transformers model"
 SAFETENSORS = "*.safetensors"
 PICKLED = ("*.pt", "*.bin", "*.pth")  # patterns of published heads without safetensors
 WEIGHT_SUFFIXES = (".safetensors", ".pt", ".bin", ".pth")
@@ -200,7 +201,7 @@ def has_chat_template(folder: Path) -> bool | None:
 def check_folder(folder: Path, name: str) -> Path:
     """Return the folder if it holds a complete model. Raises ValueError, one line, that says how to fix it."""
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{name} has no config.json; it is not a Hugging Face model folder")
+        raise ValueError(f"{name} {NO_CONFIG}")
     if not any(folder.glob(SAFETENSORS)):
         raise ValueError(f"{name} has no .safetensors weights; convert it with model.save_pretrained(folder)")
     index = folder / "model.safetensors.index.json"
@@ -306,7 +307,7 @@ def _check_repository(name: ModelRef, info: ModelInfo, pickled: Sequence[str]) -
     _check_not_gguf(name, [file.rfilename for file in info.siblings or []])
     repository = select_files(name, info, pickled)
     if not pickled and "config.json" not in repository.files:
-        raise ValueError(f"{name} has no config.json; it is not a transformers model")
+        raise ValueError(f"{name} {NO_CONFIG}")
     if not repository.weights:
         raise ValueError(f"{name} has no .safetensors weights; choose a model that has them")
     return repository

@@ -7,6 +7,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from specdemo.core.generation import Thinking, template_arguments
+from specdemo.core.suggest import EMPTY
 from specdemo.models.errors import first_line, tokenizer_errors
 
 SENTENCE = (
@@ -19,6 +20,14 @@ UNFINISHED = "\ufffd"  # shown by decoders for an incomplete character
 # that the window holds a complete character even if it starts and ends inside one of 4 bytes.
 CONTEXT = 7
 MAX_TEMPLATE_OUTPUT = 4_000_000  # characters
+
+
+def tokenizer_of(model: Any) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a target or a loaded model. Raises ValueError with one line if it has none."""
+    tokenizer: PreTrainedTokenizerBase | None = model.tokenizer
+    if tokenizer is None:
+        raise ValueError(f"{model.name} has no tokenizer; put its tokenizer.json into the same folder")
+    return tokenizer
 
 
 def encode(
@@ -35,7 +44,7 @@ def encode(
     """
     last = prompt if isinstance(prompt, str) else prompt[-1]["content"]
     if not last.strip():
-        raise ValueError("the prompt is empty; write at least one word")
+        raise ValueError(f"the prompt {EMPTY}")
     ids = _ids(tokenizer, prompt, thinking)
     if max_length < 1:
         raise ValueError("max_new_tokens fills the model's context; reduce it")

@@ -44,8 +44,6 @@ def _measuring(
     race: Comparison, work: Sequence[str], drafts: Sequence[ModelRef], minutes: float, last: Sweeping | None
 ) -> Sweeping:
     own = {"prompt": race.prompt if YOURS in work else "", "work": ",".join(work)}
-    if YOURS in work and not race.prompt.strip():
-        raise ValueError("the prompt is empty; write at least one word")
     if minutes > _most_minutes():
         raise ValueError(f"this page measures for {_most_minutes():.0f} minutes at most, not {minutes:.0f}")
     tune = Tune.build({"target": race.target, "dtype": race.dtype, "drafts": drafts, "minutes": minutes, **own})

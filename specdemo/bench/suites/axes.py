@@ -41,11 +41,11 @@ class Batch(LaneSuite):
         import torch
 
         from specdemo.bench.measure import AxisPoint
-        from specdemo.bench.sweeps import along_axis, first_lane, room, tokenizer
-        from specdemo.models.text import encode
+        from specdemo.bench.sweeps import along_axis, first_lane, room
+        from specdemo.models.text import encode, tokenizer_of
 
         target, lanes = first_lane(self)
-        texts = [encode(tokenizer(target), text, room(target, self)) for text in self.texts]
+        texts = [encode(tokenizer_of(target), text, room(target, self)) for text in self.texts]
         width = min(map(len, texts))
         points = []
         for size in BATCHES:
@@ -77,11 +77,11 @@ class PromptLength(LaneSuite):
 
     def run(self, report: Report, cancelled: Stop) -> Result:
         from specdemo.bench.measure import AxisPoint, windows
-        from specdemo.bench.sweeps import along_axis, first_lane, room, tokenizer
-        from specdemo.models.text import encode
+        from specdemo.bench.sweeps import along_axis, first_lane, room
+        from specdemo.models.text import encode, tokenizer_of
 
         target, lanes = first_lane(self)
-        text = encode(tokenizer(target), " ".join(self.texts), LIMITS.prompt)
+        text = encode(tokenizer_of(target), " ".join(self.texts), LIMITS.prompt)
         lengths = [n for n in PROMPT_LENGTHS if n <= room(target, self)]
         points = [AxisPoint(n, windows(text, n, TEXTS_PER_LENGTH, target.device)) for n in lengths]
         result = along_axis(self, target, lanes, points, report, cancelled)
@@ -106,8 +106,8 @@ class Context(LaneSuite):
         import torch
 
         from specdemo.bench.measure import AxisPoint
-        from specdemo.bench.sweeps import along_axis, first_lane, room, tokenizer
-        from specdemo.models.text import encode
+        from specdemo.bench.sweeps import along_axis, first_lane, room
+        from specdemo.models.text import encode, tokenizer_of
 
         if self.model and not self.target:
             raise ValueError("the drafter of a preset is part of it; name its target too (--target)")
@@ -115,7 +115,7 @@ class Context(LaneSuite):
         suite = self.changed(preset=own.id) if own else self
         target, lanes = first_lane(suite, cached=True)
         text = " ".join(self.prompts or [_long_text(target.name)])
-        ids = encode(tokenizer(target), text, LIMITS.prompt)
+        ids = encode(tokenizer_of(target), text, LIMITS.prompt)
         most = min(self.longest, room(target, self), len(ids))
         lengths = [n for n in CONTEXTS if n < most] + [most]
         places = {n: [int(share * n) for share in PLACES] for n in reversed(lengths)}  # where the cache is only cut
@@ -165,10 +165,10 @@ class Temperature(LaneSuite):
         import torch
 
         from specdemo.bench.measure import AxisPoint
-        from specdemo.bench.sweeps import Likeliest, along_axis, first_lane, room, tokenizer
+        from specdemo.bench.sweeps import Likeliest, along_axis, first_lane, room
         from specdemo.core.block import Block
         from specdemo.core.sampling import Sampling
-        from specdemo.models.text import encode
+        from specdemo.models.text import encode, tokenizer_of
 
         target, lanes = first_lane(self)
         (baseline, plain), (lane, sampled) = lanes.items()
@@ -178,7 +178,7 @@ class Temperature(LaneSuite):
             f"{lane}, drawn, block": replace(sampled, accept=Block()),
             f"{lane}, likeliest": replace(sampled, drafter=Likeliest(sampled.drafter)),
         }
-        texts = [encode(tokenizer(target), text, room(target, self)) for text in self.texts]
+        texts = [encode(tokenizer_of(target), text, room(target, self)) for text in self.texts]
         prompts = [torch.tensor([ids], device=target.device) for ids in texts]
         points = [AxisPoint(t, prompts, Sampling(t)) for t in TEMPERATURES]
         return along_axis(self, target, lanes, points, report, cancelled)
@@ -197,17 +197,17 @@ class ThinkingMode(LaneSuite):
         import torch
 
         from specdemo.bench.measure import AxisPoint
-        from specdemo.bench.sweeps import along_axis, first_lane, room, tokenizer
-        from specdemo.models.text import encode, has_thinking_modes
+        from specdemo.bench.sweeps import along_axis, first_lane, room
+        from specdemo.models.text import encode, has_thinking_modes, tokenizer_of
 
         target, lanes = first_lane(self)
         modes: tuple[Thinking, ...] = ("on", "off")
-        if not has_thinking_modes(tokenizer(target)):
+        if not has_thinking_modes(tokenizer_of(target)):
             raise ValueError(f"{target.name} has no thinking mode; choose the preset of a model that can think")
 
         def prompt(text: str, mode: Thinking) -> torch.Tensor:
             message = {"role": "user", "content": text}
-            ids = encode(tokenizer(target), [message], room(target, self), mode)
+            ids = encode(tokenizer_of(target), [message], room(target, self), mode)
             return torch.tensor([ids], device=target.device)
 
         points = [AxisPoint(mode, [prompt(text, mode) for text in self.texts]) for mode in modes]
