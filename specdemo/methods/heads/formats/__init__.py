@@ -43,6 +43,12 @@ def d2t_to_ids(d2t: Tensor) -> Tensor:
     return torch.arange(len(d2t), device=d2t.device) + d2t
 
 
+def check_draft_vocab(name: str, config: Config, tensors: Mapping[str, Tensor], vocab_size: int) -> None:
+    """Raise ValueError, one line, for a vocabulary other than the target's without the tensor that maps it."""
+    if "d2t" not in tensors and config.get("draft_vocab_size", vocab_size) != vocab_size:
+        raise ValueError(f"{name} has a draft vocabulary but no tensor d2t; fetch it again")
+
+
 def base_model(checkpoint: Checkpoint) -> str:
     """Return the target named in the config."""
     verifier = (checkpoint.config.get("speculators_config") or {}).get("verifier") or {}

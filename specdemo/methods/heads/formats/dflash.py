@@ -28,7 +28,14 @@ from specdemo.core.protocol import Target
 from specdemo.core.safe_io import JsonObject
 from specdemo.costs.shapes import Config
 from specdemo.kv.masks import AttentionKind
-from specdemo.methods.heads.formats import LAYER_KEYS, MASK_KEYS, check_target, contradiction, count_numbered
+from specdemo.methods.heads.formats import (
+    LAYER_KEYS,
+    MASK_KEYS,
+    check_draft_vocab,
+    check_target,
+    contradiction,
+    count_numbered,
+)
 from specdemo.models.checkpoints import MASK_TOKEN, Checkpoint
 
 Tensors = Mapping[str, Tensor]
@@ -234,8 +241,7 @@ def _check(checkpoint: Checkpoint, config: Config, tensors: Tensors, target: Tar
     for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "mask_token_id"):
         if key not in config:
             raise ValueError(f"the config of {name} lacks {key!r}; fetch the config.json of its authors")
-    if "d2t" not in tensors and config.get("draft_vocab_size", vocab_size) != vocab_size:
-        raise ValueError(f"{name} has a draft vocabulary but no tensor d2t; fetch it again")
+    check_draft_vocab(name, config, tensors, vocab_size)
     mask, token = int(config["mask_token_id"]), tensors.get(MASK_TOKEN)
     if token is not None and int(token) != mask:
         raise ValueError(

@@ -24,6 +24,7 @@ from specdemo.methods.heads.formats import (
     LAYER_KEYS,
     MASK_KEYS,
     base_model,
+    check_draft_vocab,
     check_target,
     contradiction,
     count_numbered,
@@ -84,7 +85,7 @@ def read_conventions(
     """Return tensors, layer config and possible conventions. Raises ValueError if the checkpoint is unsupported or made
     for another target.
     """
-    stored, size = {n: t for n, t in checkpoint.tensors.items() if not SKIPPED.match(n)}, target.vocab_size
+    stored = {n: t for n, t in checkpoint.tensors.items() if not SKIPPED.match(n)}
     tensors = rename_tensors(stored, {r"^midlayer\.": FIRST_LAYER})
     if "fusion_fc.weight" in tensors:
         raise ValueError(f"{checkpoint.name} is EAGLE-1 in speculators' format, not supported; choose its EAGLE-3")
@@ -98,10 +99,10 @@ def read_conventions(
             raise ValueError(f"{checkpoint.name} lacks {name}.weight; choose an EAGLE head in a format of its authors")
     if FIRST_LAYER + "hidden_norm.weight" in tensors:
         conventions = _eagle3(checkpoint.config, target)
-        if "d2t" in tensors and "lm_head.weight" not in tensors:  # rows of the target's lm_head, see `without_lm_head`
-            tensors["lm_head.weight"] = target.lm_head.get_parameter("weight")[d2t_to_ids(tensors["d2t"])]
-        elif "lm_head.weight" not in tensors and checkpoint.config.get("draft_vocab_size", size) != size:
-            raise ValueError(f"{checkpoint.name} has a draft vocabulary but no tensor d2t; fetch it again")
+        if "lm_head.weight" not in tensors:
+            check_draft_vocab(checkpoint.name, checkpoint.config, tensors, target.vocab_size)
+            if "d2t" in tensors:  # rows of the target's lm_head, see `without_lm_head`
+                tensors["lm_head.weight"] = target.lm_head.get_parameter("weight")[d2t_to_ids(tensors["d2t"])]
     else:  # EAGLE-1: its embedding and lm_head are copies of the target's
         tensors = {n: t for n, t in tensors.items() if not n.startswith(("embed_tokens.", "lm_head."))}
         conventions = EagleConvention((-1,)), EagleConvention((-1,), feature_first=True)
