@@ -51,15 +51,10 @@ def config_of(name: str) -> Config:
 def gguf_config(header: Header) -> Config:
     """Return the sizes in the header of a GGUF file under their names in a config.json, with its bits per weight."""
     number = header.number
-    hidden, heads = number("embedding_length"), number("attention.head_count", 1)
     config: dict[str, object] = {
+        **header.layer_sizes,
         "model_type": header.architecture,
-        "hidden_size": hidden,
         "num_hidden_layers": number("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": number("attention.head_count_kv", heads),
-        "head_dim": number("attention.key_length", hidden // max(heads, 1)),
-        "intermediate_size": number("feed_forward_length"),
         "num_experts": number("expert_count"),
         "num_experts_per_tok": number("expert_used_count", 1),
         "moe_intermediate_size": number("expert_feed_forward_length") or None,

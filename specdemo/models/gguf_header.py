@@ -120,13 +120,25 @@ class Header:
         return int(max(value, default=default) if isinstance(value, list) else value)
 
     @property
+    def layer_sizes(self) -> dict[str, int]:
+        """Return the sizes of a decoder layer under their names in a config.json, of several layers the largest."""
+        hidden, heads = self.number("embedding_length"), self.number("attention.head_count", 1)
+        return {
+            "hidden_size": hidden,
+            "intermediate_size": self.number("feed_forward_length"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": self.number("attention.head_count_kv", heads),
+            "head_dim": self.number("attention.key_length", hidden // max(heads, 1)),
+        }
+
+    @property
     def _layers(self) -> list[int]:
         """Return the number of key/value heads of each layer; 0 without attention."""
         count = 1 if self.prediction_only else self.number("block_count") - self.number("nextn_predict_layers")
         stated = self.metadata.get(f"{self.architecture}.attention.head_count_kv")
         if isinstance(stated, list):
             return [int(heads) for heads in (stated[-1:] if self.prediction_only else stated[:count])]
-        heads = self.number("attention.head_count_kv", self.number("attention.head_count", 1))
+        heads = self.layer_sizes["num_key_value_heads"]
         every = self.number("full_attention_interval", DELTA_INTERVAL if self.architecture in DELTA else 1)
         every = 1 if self.prediction_only else every
         if self.architecture in NO_ATTENTION:
@@ -136,8 +148,9 @@ class Header:
     @property
     def head_numbers(self) -> int:
         """Return the numbers of the key and the value of one token in a head."""
-        usual = self.number("embedding_length") // max(self.number("attention.head_count", 1), 1)
-        return self.number("attention.key_length", usual) + self.number("attention.value_length", usual)
+        sizes = self.layer_sizes
+        usual = sizes["hidden_size"] // max(sizes["num_attention_heads"], 1)
+        return sizes["head_dim"] + self.number("attention.value_length", usual)
 
     def cache_bytes(self, bytes_per_number: float) -> int:
         """Return the size of the keys and values of one token."""

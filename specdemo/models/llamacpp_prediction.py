@@ -59,7 +59,7 @@ class PredictionLayer:
             for name, (kind, shape, _) in tensors
             if not own or name.startswith(layer.removesuffix("nextn."))
         )
-        numbers = target.number("attention.head_count_kv", 1) * target.head_numbers
+        numbers = target.layer_sizes["num_key_value_heads"] * target.head_numbers
         self.token_bytes = int(numbers * CACHE_BYTES[model.settings.cache_type])
 
 

@@ -32,12 +32,6 @@ from specdemo.models.llamacpp_recurrent import RecurrentHistory
 
 SPARE_CELLS = 256  # free cells of the KV cache where no reserve is given
 RMS_EPSILON = 1e-5  # of files without one
-LAYER_SIZES = {
-    "intermediate_size": "feed_forward_length",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "head_dim": "attention.key_length",
-}
 RECURRENT_ROWS = 16  # most rows with recurrent layers, whose states take memory
 ROUNDED = 256  # llama.cpp rounds the size of a context up to a multiple of this
 
@@ -101,13 +95,12 @@ class LlamaCppTarget(Target):
     @property
     def layer_config(self) -> dict[str, Any]:  # type: ignore[override]
         header = read_header(Path(self.weights.path))
-        sizes = {name: header.number(key) for name, key in LAYER_SIZES.items()}
         epsilon = header.metadata.get(f"{header.architecture}.attention.layer_norm_rms_epsilon", RMS_EPSILON)
         rope = {
             "rope_type": "default",
             "rope_theta": float(header.metadata.get(f"{header.architecture}.rope.freq_base", ROPE_BASE)),
         }
-        return sizes | {"rms_norm_eps": float(epsilon), "rope_parameters": rope}
+        return {**header.layer_sizes, "rms_norm_eps": float(epsilon), "rope_parameters": rope}
 
     @property
     def facts(self) -> TargetFacts:

@@ -76,7 +76,7 @@ def open_head(source: ModelRef, architecture: str, progress: LoadProgress = no_p
             tensors[name] = tensor - torch.arange(len(tensor))
             continue
         rotated = architecture == "eagle3" and key.endswith(("attn_q", "attn_k"))
-        heads = header.number("attention.head_count" if key.endswith("attn_q") else "attention.head_count_kv")
+        heads = header.layer_sizes["num_attention_heads" if key.endswith("attn_q") else "num_key_value_heads"]
         ours = NAMES[architecture][key].replace("N", number[0] if number else "")
         tensors[f"{ours}.weight"] = _halves(tensor, heads) if rotated else tensor
     if unread:
@@ -97,7 +97,7 @@ def _config(header: Header) -> Config:
     if not isinstance(taps, list) or not header.number("attention.head_count"):
         raise ValueError(f"a head states {kind}.target_layers and attention.head_count; fetch the file again")
     config = {
-        "num_attention_heads": header.number("attention.head_count"),
+        "num_attention_heads": header.layer_sizes["num_attention_heads"],
         "rope_theta": float(metadata.get(f"{kind}.rope.freq_base", 10_000.0)),
         "rms_norm_eps": float(metadata.get(f"{kind}.attention.layer_norm_rms_epsilon", 1e-5)),
         "max_position_embeddings": header.number("context_length", 2048),
@@ -113,11 +113,8 @@ def _config(header: Header) -> Config:
         raise ValueError(f"a DFlash head states {MASK_TOKEN}; fetch the file again")
     return config | {
         "architectures": ["DFlashDraftModel"],
-        "hidden_size": header.number("embedding_length"),
-        "intermediate_size": header.number("feed_forward_length"),
+        **header.layer_sizes,
         "num_hidden_layers": header.number("block_count"),
-        "num_key_value_heads": header.number("attention.head_count_kv"),
-        "head_dim": header.number("attention.key_length"),
         "block_size": header.number("block_size", 16),
         "dflash_config": {
             "mask_token_id": int(metadata[MASK_TOKEN]),
