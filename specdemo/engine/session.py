@@ -41,6 +41,7 @@ from specdemo.engine.messages import (
 from specdemo.engine.verdict import compare_outputs
 from specdemo.methods import BASELINE, method, model_method
 from specdemo.methods.pairs import load_model
+from specdemo.models.auto_dtype import placement
 from specdemo.models.cpu_plan import CpuSettings
 from specdemo.models.cpu_threads import step_threads, thread_counts, thread_limit
 from specdemo.models.devices import best_device, device_kind, device_map_summary, graph_bytes
@@ -48,7 +49,7 @@ from specdemo.models.errors import Cancelled, checkpoint_errors
 from specdemo.models.gguf_files import has_chat_template
 from specdemo.models.llamacpp import LlamaCppSettings
 from specdemo.models.machine import GpuClock, commit, device_name, versions
-from specdemo.models.memory import Needs, Precision, check_memory, footprint, free_bytes, free_memory, placement
+from specdemo.models.memory import Needs, Precision, check_memory, footprint, free_bytes, free_memory
 from specdemo.models.pass_cost import checking_note, costly_in_half, fastest_threads, measure_passes, pass_facts
 from specdemo.models.prefix_reuse import prefix_cached, with_prefix_cache
 from specdemo.models.ref import ModelRef

@@ -1,4 +1,5 @@
-"""Choice between float32 and bfloat16 for a model on a CPU, measured on its own weights.
+"""Precision of a model at dtype `auto`: bfloat16 on a GPU. On a CPU float32, and for a model in bfloat16 what fits into
+the free memory, then the faster one, measured on its own weights.
 
 Processors without bf16 instructions read half the bytes for one token, but emulate products over several tokens, or do
 them in float32 where memory allows a second copy (models/packed.py). So the faster dtype of plain decoding may be the
@@ -13,14 +14,56 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from specdemo.costs.shapes import HEADROOM
 from specdemo.models.cpu_threads import threads
-from specdemo.models.memory import Precision
+from specdemo.models.gguf_files import is_here
+from specdemo.models.memory import Precision, estimate_footprint, resolve_placement
 from specdemo.models.packed import PADDED_ROWS, SAMPLE_BYTES, WIDE_ROWS, layout_seconds, make_linear
+from specdemo.models.ref import ModelRef
+from specdemo.models.sources import PICKLED, LoadProgress, Repository, fetch_config, locate, no_progress, read_config
 
 MATRIX_BYTES = SAMPLE_BYTES // 4  # of a matrix in float32 that are measured
 LEAST_SIZE = 64  # inputs and outputs of a matrix that is measured
 DTYPES = torch.float32, torch.bfloat16
 ROWS = 1, PADDED_ROWS, WIDE_ROWS
+
+
+def placement(
+    name: ModelRef, dtype: str, device: str, quantization: str | None, free: int, progress: LoadProgress | None
+) -> tuple[torch.device, Precision]:
+    """Return the device and the precision of a target, as `load_model` chooses it with so many free bytes. progress
+    None: does not ask the hub. Raises ValueError, one line."""
+    torch_device, precision = resolve_placement(dtype, device, quantization)
+    if dtype == "auto" and not name.gguf and (progress or is_here(name)):
+        precision = fitting_precision(locate(name, PICKLED, progress or no_progress), precision, free)
+    return torch_device, precision
+
+
+def fitting_precision(source: Path | Repository, precision: Precision, free: int) -> Precision:
+    """Return bfloat16 for a model that may be in it and does not fit into the free bytes in float32; else the
+    precision."""
+    if not _may_be_half(source, precision) or HEADROOM * estimate_footprint(source, precision).weights <= free:
+        return precision
+    return replace(precision, dtype=torch.bfloat16)
+
+
+def stored_dtype(source: Path | Repository) -> torch.dtype | None:
+    """Return the dtype that the config of a model states; None if it states none."""
+    config = read_config(fetch_config(source) if isinstance(source, Repository) else source)
+    parts = (config.get("text_config") or {}, config)  # multimodal models may state it for all their parts at once
+    name = next((str(dtype) for part in parts for key in ("dtype", "torch_dtype") if (dtype := part.get(key))), "")
+    return getattr(torch, name.removeprefix("torch."), None) if name else None
+
+
+def _may_be_half(source: Path | Repository, precision: Precision) -> bool:
+    """Return True for a model that is stored in bfloat16, where dtype auto is float32 so far."""
+    return precision.dtype == torch.float32 and not precision.bits and stored_dtype(source) == torch.bfloat16
+
+
+def is_measured(source: Path | Repository, precision: Precision, weights: int) -> bool:
+    """Return whether `faster_precision` decides: not for a model that fits into a cache, where its measurement does not
+    apply."""
+    return weights > SAMPLE_BYTES and _may_be_half(source, precision)
 
 
 def faster_precision(folder: Path, precision: Precision, padded: bool) -> tuple[Precision, str]:

@@ -32,7 +32,7 @@ from specdemo.core.protocol import Target
 from specdemo.core.rounding import difference, spacing
 from specdemo.core.safe_io import is_out_of_memory
 from specdemo.core.suggest import suggest
-from specdemo.models.auto_dtype import faster_precision
+from specdemo.models.auto_dtype import faster_precision, fitting_precision, is_measured
 from specdemo.models.checkpoints import check_finite
 from specdemo.models.cpu_plan import MEASURED, PROBE_TOKENS, CpuSettings
 from specdemo.models.cpu_threads import one_thread, thread_counts, threads
@@ -48,12 +48,9 @@ from specdemo.models.memory import (
     check_config_size,
     check_memory,
     estimate_footprint,
-    fitting_precision,
     free_bytes,
     resolve_placement,
-    stored_dtype,
 )
-from specdemo.models.packed import SAMPLE_BYTES
 from specdemo.models.pass_cost import fastest_threads, plan_passes
 from specdemo.models.ref import ModelRef
 from specdemo.models.shipped import is_embedded
@@ -180,12 +177,9 @@ def load_model(
     if fitting != precision:
         notes.append("dtype auto is bfloat16: in float32 the model does not fit into the free memory")
     precision, needed = fitting, estimate_footprint(source, fitting).weights
-    chooses = dtype == "auto" and precision.dtype == torch.float32 and not precision.bits
-    # smaller ones fit into a cache, where the measurement does not apply
-    chooses = chooses and needed > SAMPLE_BYTES and stored_dtype(source) == torch.bfloat16
     spread = check_memory(name, needed, torch_device, precision)
     folder = str(check_folder(fetch_folder(source, report), name))
-    if chooses:
+    if dtype == "auto" and is_measured(source, precision, needed):
         report(0.58, f"measuring float32 and bfloat16 of {name}")
         precision, why = faster_precision(Path(folder), precision, padded=cpu.bit_exact == "on")
         notes.append(why)

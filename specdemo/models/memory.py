@@ -5,7 +5,7 @@ Both leave out overheads; compare them with free memory divided by `costs.shapes
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
@@ -161,34 +161,6 @@ def resolve_placement(
     """Return device and precision. Raises ValueError with one line for a choice that is not available."""
     torch_device = pick_device(device)
     return torch_device, Precision(pick_dtype(dtype, torch_device), _quantized_bits(quantization, torch_device))
-
-
-def stored_dtype(source: Path | Repository) -> torch.dtype | None:
-    """Return the dtype that the config of a model states; None if it states none."""
-    config = read_config(fetch_config(source) if isinstance(source, Repository) else source)
-    parts = (config.get("text_config") or {}, config)  # multimodal models may state it for all their parts at once
-    name = next((str(dtype) for part in parts for key in ("dtype", "torch_dtype") if (dtype := part.get(key))), "")
-    return getattr(torch, name.removeprefix("torch."), None) if name else None
-
-
-def placement(
-    name: ModelRef, dtype: str, device: str, quantization: str | None, free: int, progress: LoadProgress | None
-) -> tuple[torch.device, Precision]:
-    """Return the device and the precision of a target, as `load_model` chooses it with so many free bytes. progress
-    None: does not ask the hub. Raises ValueError, one line."""
-    torch_device, precision = resolve_placement(dtype, device, quantization)
-    if dtype == "auto" and not name.gguf and (progress or is_here(name)):
-        precision = fitting_precision(locate(name, PICKLED, progress or no_progress), precision, free)
-    return torch_device, precision
-
-
-def fitting_precision(source: Path | Repository, precision: Precision, free: int) -> Precision:
-    """Return bfloat16 for a model that is stored in it and does not fit into the free bytes in float32, which dtype
-    `auto` is on a CPU; else the precision."""
-    if precision.dtype != torch.float32 or precision.bits or stored_dtype(source) != torch.bfloat16:
-        return precision
-    fits = HEADROOM * estimate_footprint(source, precision).weights <= free
-    return precision if fits else replace(precision, dtype=torch.bfloat16)
 
 
 def _quantized_bits(quantization: str | None, device: torch.device) -> int | None:

@@ -360,7 +360,7 @@ def test_auto_is_the_dtype_whose_plain_decoding_is_faster(
     times = dict(zip(auto_dtype.DTYPES, seconds, strict=True))
     monkeypatch.setattr(auto_dtype, "layout_seconds", lambda linears, counts: times[linears[0].weight.dtype])
     monkeypatch.setattr(auto_dtype, "LEAST_SIZE", 1)
-    monkeypatch.setattr(load, "SAMPLE_BYTES", 0)
+    monkeypatch.setattr(auto_dtype, "SAMPLE_BYTES", 0)
     copied = shutil.copytree(folder, tmp_path / "model")
     config = json.loads((copied / "config.json").read_text())
     (copied / "config.json").write_text(json.dumps({**config, "dtype": stored}))
@@ -382,8 +382,7 @@ def test_auto_is_float32_where_bfloat16_does_not_continue_a_text(folder, monkeyp
         return ""
 
     monkeypatch.setattr(load, "_check_history", check)
-    monkeypatch.setattr(load, "stored_dtype", lambda source: torch.bfloat16)
-    monkeypatch.setattr(load, "SAMPLE_BYTES", 0)
+    monkeypatch.setattr(load, "is_measured", lambda *given: True)
     monkeypatch.setattr(load, "faster_precision", lambda *given, **more: (Precision(torch.bfloat16), "faster"))
     if dtype != "auto":
         with pytest.raises(WrongHistory):
@@ -415,7 +414,7 @@ def test_a_large_head_is_measured_in_part_only(tmp_path, monkeypatch):
                                     {"dtype": "float32", "text_config": {"dtype": "torch.bfloat16"}}])  # fmt: skip
 def test_the_stored_dtype_may_be_stated_for_all_parts_of_a_model(tmp_path, config):
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert memory.stored_dtype(tmp_path) == torch.bfloat16
+    assert auto_dtype.stored_dtype(tmp_path) == torch.bfloat16
 
 
 def test_auto_is_bfloat16_where_float32_does_not_fit(folder, tmp_path, monkeypatch):

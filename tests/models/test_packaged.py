@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from specdemo.models import packaged
+from specdemo.models.auto_dtype import stored_dtype
 from specdemo.models.checkpoints import open_checkpoint
 from specdemo.models.errors import Cancelled
 from specdemo.models.gguf_files import fetch_parts, local_header, stored_bytes
 from specdemo.models.load import load_model
-from specdemo.models.memory import stored_dtype
 from specdemo.models.ref import ModelRef
 from specdemo.models.shipped import SUMS, check_embedded, embedded_folder
 from specdemo.models.sources import locate
