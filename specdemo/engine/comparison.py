@@ -187,8 +187,9 @@ class Lane(Settings):
                 f"acceptance rule {self.acceptance!r} verifies chains only and this lane drafts a tree; set its "
                 "options to a chain or choose another method"
             )
-        if self.k and getattr(parsed, "length", 0.0) > self.k + 1:
-            raise ValueError(f"option 'length' is at most k + 1 = {self.k + 1}, not {parsed.length:g}; increase k")  # type: ignore[attr-defined]
+        least = method(self.method).least_k(parsed)
+        if self.k and self.k < least:
+            raise ValueError(f"these options need a draft length of {least} or more, not {self.k}; increase k")
         self.accept_rule()
         return parsed
 

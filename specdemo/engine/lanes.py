@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass, replace
-from math import ceil
 from pathlib import Path
 from traceback import walk_tb
 
@@ -366,7 +365,7 @@ def _with_length(lane: Lane, models: LaneModels) -> Lane:
         k = USUAL_LENGTHS[-1]
     elif nodes:  # a pass over a tree has the width of the tree
         k = DEFAULT_LENGTH
-    return lane.model_copy(update={"k": max(k, ceil(getattr(lane.parsed, "length", 0.0)) - 1)})
+    return lane.model_copy(update={"k": max(k, method(lane.method).least_k(lane.parsed))})
 
 
 def _exact(lane: Lane) -> bool:

@@ -102,6 +102,11 @@ class Method(Drafter):
         """Return the nodes of the draft tree with these options. 0: k nodes; None: it drafts a chain."""
         return None
 
+    @staticmethod
+    def least_k(options: Any) -> int:
+        """Return the shortest draft length with which these options work."""
+        return 0
+
     @classmethod
     def drafting_cost(cls, target: Shape, config: Config, options: Sizes) -> Drafting | None:
         """Return the passes of a step. None: unknown, so the method cannot be predicted.

@@ -6,6 +6,7 @@ correction token. Either another method drafts, at its own cost, or the draft is
 """
 
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import ClassVar, Self
 
 import torch
@@ -78,6 +79,10 @@ class Synthetic(Wrapper, method="synthetic"):
     exact: ClassVar[bool] = False
 
     Options = SyntheticOptions
+
+    @staticmethod
+    def least_k(options: SyntheticOptions) -> int:
+        return ceil(options.length) - 1
 
     def __init__(self, target: Target, model: object = None, options: SyntheticOptions | None = None) -> None:
         options = options or self.Options()

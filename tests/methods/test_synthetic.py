@@ -120,7 +120,7 @@ def test_length_and_rates_exclude_each_other_and_k_bounds_the_length():
     for options, line in [
         ({"length": 3.0, "rates": "0.5"}, "option 'length' replaces 'rates'; give one of them"),
         ({"length": 0.5}, r"option 'length' must be 0 \(use rates\) or at least 1, not 0.5"),
-        ({"length": 5.5}, "option 'length' is at most k \\+ 1 = 5, not 5.5; increase k"),
+        ({"length": 5.5}, "these options need a draft length of 5 or more, not 4; increase k"),
     ]:
         with pytest.raises(ValueError, match=line):
             _ = Lane(method="synthetic", k=4, options=options).parsed
