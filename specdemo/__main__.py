@@ -43,7 +43,7 @@ try:  # these imports take a second
     from specdemo.costs.profiles import write_profile
     from specdemo.costs.roofline import known_engine
     from specdemo.engine.comparison import Comparison, Lane
-    from specdemo.engine.messages import Finished, Restarted, Started, StepRow
+    from specdemo.engine.messages import Restarted, RunMessage, Started, StepRow
     from specdemo.methods import method, method_options, unusable, usable
     from specdemo.methods.facts import PREDICTED, method_of
     from specdemo.models.gguf_files import local_header
@@ -633,7 +633,8 @@ def _race(spec: Comparison) -> RunTrace:
     shown: Counter[int] = Counter()
     tokens = spec.max_new_tokens * (len(spec.lanes) + 1)
     with progress_bar(tokens, "{l_bar}{bar}| {n:.0f}/{total:.0f} tokens {elapsed}") as bar:
-        for message in session().stream(spec, progress=lambda _, what: bar.set_description(what)):
+
+        def show(message: RunMessage) -> None:
             if isinstance(message, Started):
                 bar.set_description("decoding")
             elif isinstance(message, StepRow):
@@ -641,9 +642,8 @@ def _race(spec: Comparison) -> RunTrace:
                 bar.update(shown.total() - bar.n)
             elif isinstance(message, Restarted):
                 shown[message.lane] = 0
-            elif isinstance(message, Finished):
-                return message.trace
-    raise AssertionError("a run ends with Finished")
+
+        return session().run(spec, progress=lambda _, what: bar.set_description(what), show=show)
 
 
 def _show(trace: RunTrace) -> None:

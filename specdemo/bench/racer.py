@@ -27,7 +27,7 @@ from specdemo.core.trace import LaneTrace, RunTrace, estimates, step_ms
 from specdemo.costs.passes import interpolate, pass_ratio, pass_rows
 from specdemo.costs.step import fit_cost_model
 from specdemo.engine.comparison import Lane
-from specdemo.engine.messages import Finished, StepRow
+from specdemo.engine.messages import RunMessage, StepRow
 from specdemo.engine.session import Session, environment
 from specdemo.methods import BASELINE, build_drafter, method
 from specdemo.methods.facts import PARALLEL
@@ -209,16 +209,15 @@ class Racer:
         return usable
 
     def _race(self, spec: Preset, names: Sequence[str]) -> RunTrace:
+        def keep_rate(message: RunMessage) -> None:
+            if isinstance(message, StepRow) and isinstance(rate := message.so_far.get("tokens_per_s"), float):
+                self.rates[names[message.lane]] = rate
+
         self._raced_from = time.monotonic()
         try:
-            for message in self._session.stream(spec, self._stop):
-                if isinstance(message, StepRow) and isinstance(rate := message.so_far.get("tokens_per_s"), float):
-                    self.rates[names[message.lane]] = rate
-                elif isinstance(message, Finished):
-                    return message.trace
+            return self._session.run(spec, self._stop, show=keep_rate)
         finally:
             self.rates.clear()
-        raise AssertionError("a run ends with Finished")
 
     def _predictions(self, trace: RunTrace, samples: Mapping[str, Sample]) -> Iterator[tuple[str, float]]:
         """Yield candidates with their predicted speed-ups: of drafters without passes from the text, of others from

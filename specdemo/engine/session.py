@@ -156,10 +156,15 @@ class Session:
             self._load(spec, progress)
 
     def run(
-        self, spec: Comparison, cancelled: Callable[[], bool] = never_cancelled, progress: LoadProgress = no_progress
+        self,
+        spec: Comparison,
+        cancelled: Callable[[], bool] = never_cancelled,
+        progress: LoadProgress = no_progress,
+        show: Callable[[RunMessage], object] = lambda message: None,
     ) -> RunTrace:
-        """Run the comparison and return its trace."""
+        """Run the comparison and return its trace. show: called with every message."""
         for message in self.stream(spec, cancelled, progress):
+            show(message)
             if isinstance(message, Finished):
                 return message.trace
         raise AssertionError("a run ends with Finished")
