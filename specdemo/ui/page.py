@@ -28,6 +28,7 @@ from starlette.routing import Route
 
 from specdemo.bench.result import recorded_suite
 from specdemo.core.atomic_io import json_text
+from specdemo.engine.messages import STAGES
 from specdemo.engine.session import session
 from specdemo.methods import method, usable
 from specdemo.presets import limits
@@ -94,7 +95,7 @@ def build(start: str = DEFAULT, allow_any_model: bool = False) -> gr.Blocks:
 
 def _race_tab(page: gr.Blocks, races: Races, first: Preset, allow_any_model: bool) -> Controls:
     form = controls.draw(first, allow_any_model)
-    view = assets.view("view.html", *assets.RACE, elem_id="view", lanes=len(first.lanes))
+    view = assets.view("view.html", *assets.RACE, elem_id="view", lanes=len(first.lanes), stages=STAGES)
     with view:
         with gr.Row(elem_id="exports"):
             share = gr.Button("Share", size="sm", elem_id="share", elem_classes="unfolding")

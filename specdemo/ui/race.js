@@ -122,7 +122,7 @@ watchPlace("race", (text) => {
 
 // ---- what precedes the first step, in the place of the result
 
-const STAGES = ["loading", "measuring passes", "warming up", "racing"];
+const STAGES = /** @type {string[]} */ (props.stages);
 let stages = null; // the stage and the share of it that is done; null: none
 
 // Greys the visible result and shows the stages of a run that was asked for, before the server answers.

@@ -7,7 +7,7 @@ import pytest
 
 from specdemo.core.tally import summarise
 from specdemo.core.trace import compare
-from specdemo.engine.messages import COMPARING, LOADING, MEASURING, WARMING_UP, Restarted, RunStage, replay
+from specdemo.engine.messages import COMPARING, LOADING, MEASURING, STAGES, WARMING_UP, Restarted, RunStage, replay
 from specdemo.engine.session import Session
 from specdemo.presets.files import preset
 from specdemo.presets.runnable import nearest_runnable
@@ -20,8 +20,8 @@ from tests.completion_server import completion_server, piece
 from tests.traces import HOSTILE, WRONG, hostile_trace
 
 STOPPED = {"type": "end", "finish": "cancelled", "comparison": []}
-LOAD = """scripts => {
-  window.props = { value: "" };
+LOAD = """([scripts, stages]) => {
+  window.props = { value: "", stages };
   new Function("element", "props", "watch", scripts)(document.body, props, (name, read) => (window.read = read));
 }"""
 
@@ -107,7 +107,7 @@ def display(chromium):
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.clock.install(time=0)
     page.set_content(assets.markup("view.html"))
-    page.evaluate(LOAD, "\n".join(map(assets.text, assets.RACE)))
+    page.evaluate(LOAD, ["\n".join(map(assets.text, assets.RACE)), STAGES])
     page.locator("details:has(.sd-results)").evaluate("numbers => numbers.open = true")
     yield Display(page)
     page.close()
