@@ -7,6 +7,7 @@ from bisect import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from specdemo.core.tally import Tally
 from specdemo.core.trace import RunTrace
 
 SAME_BITS = "the same bits in passes of every width, for chains"
@@ -65,6 +66,20 @@ def curve_of(environment: Mapping[str, object]) -> dict[int, float]:
     entries = curve.items() if isinstance(curve, dict) else ()
     times = {int(n): ms for n, ms in entries if n.isdecimal() and len(n) < 4 and isinstance(ms, int | float)}
     return times if 1 in times and all(0.0 < ms < MAX_MS for ms in times.values()) else {}
+
+
+def cost_points(trace: RunTrace) -> list[tuple[float, float]]:
+    """Return the tokens of passes and their costs in passes over one token, in ascending order: as measured at load,
+    else from the steps of the lanes. Empty if neither is known."""
+    if curve := curve_of(trace.environment):
+        return [(n, round(pass_ratio(curve, n), 3)) for n in sorted(curve)]
+    plain, *others = [Tally.of(lane.events) for lane in trace.lanes] or [Tally()]
+    if not plain.verify_ms:
+        return []
+    drafting = [lane for lane in others if lane.drafted and lane.steps and lane.verify_ms]
+    cost = plain.steps / plain.verify_ms
+    points = [(1.0 + lane.drafted / lane.steps, round(cost * lane.verify_ms / lane.steps, 3)) for lane in drafting]
+    return [(1.0, 1.0), *sorted(points)] if points else []
 
 
 def measured_passes(trace: RunTrace, target: object) -> dict[int, float]:

@@ -92,15 +92,6 @@ function drawTimes() {
   $(".sd-times").replaceChildren(...run.lanes.map(row));
 }
 
-/** Returns the cost of passes by their tokens, in passes over one token: as measured at load, else from the steps of the run.
- * @param {[number, number][]} passes @param {any[]} lanes */
-function passCosts(passes, lanes) {
-  if (passes.length) return passes;
-  const [plain, ...others] = lanes.map((lane) => numbers(lane));
-  const points = others.filter((n) => n.drafted && n.ms_verify).map((n) => [1 + n.drafted / n.steps, (n.ms_verify * plain.steps) / (n.steps * plain.ms_verify)]);
-  return points.length && plain.ms_verify ? [[1, 1], ...points.sort((a, b) => a[0] - b[0])] : [];
-}
-
 /** Returns the tokens that a step yields if drafts are cut to each length, by the tokens of its pass. histogram: of the steps that accepted n.
  * @param {number[]} histogram */
 function tokensPerStep(histogram) {
@@ -113,7 +104,7 @@ function drawCosts() {
   const lanes = run.lanes.filter((lane) => lane.index && numbers(lane).drafted && numbers(lane).accept_histogram?.length);
   const yields = lanes.map((lane) => ({ name: String(lane.index), series: lane.index, points: tokensPerStep(numbers(lane).accept_histogram) }));
   const widest = Math.max(2, ...yields.map(({ points }) => points.length));
-  const passes = passCosts(run.start.passes ?? [], run.lanes).filter(([n]) => n <= 1.5 * widest);
+  const passes = (run.end?.passes ?? run.start.passes ?? []).filter(([n]) => n <= 1.5 * widest);
   const dots = lanes.filter((lane) => lane.index === run.focus && isNumber(speedup(lane))).map((lane) => {
     const n = numbers(lane);
     return { x: 1 + n.drafted / n.steps, y: n.tokens_per_step / speedup(lane), name: `cost ${fixed(n.tokens_per_step / speedup(lane), 2)}` };

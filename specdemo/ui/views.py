@@ -11,7 +11,7 @@ from specdemo.core.definitions import by_key
 from specdemo.core.headline import headline, parting_words, price_words
 from specdemo.core.rules import draws_by_position
 from specdemo.core.trace import LaneTrace, RunTrace
-from specdemo.costs.passes import SAME_BITS, curve_of, pass_ratio, pass_rows
+from specdemo.costs.passes import SAME_BITS, cost_points, pass_rows
 from specdemo.engine.messages import Finished, LaneDone, Note, Restarted, RunMessage, RunStage, Started, StepRow
 from specdemo.methods import BASELINE, MODEL_OPTIONS
 from specdemo.methods.facts import FACTS, PREDICTED
@@ -56,7 +56,7 @@ def view(message: Shown) -> dict[str, object]:
             return {"type": "restart", "lane": lane}
         case Finished(trace):
             end = {"type": "end", "finish": finish(trace), "comparison": _comparison(trace)}
-            return end | {"headline": _headline(trace, "×"), **model_card(trace)}
+            return end | {"passes": cost_points(trace)} | {"headline": _headline(trace, "×"), **model_card(trace)}
         case Note(text, lane):
             return {"type": "note", "lane": lane, "text": text}
         case Loading(share, text):
@@ -99,7 +99,6 @@ def _start(trace: RunTrace) -> dict[str, object]:
         _lane(lane) | {"predictable": predictable(trace, lane), "details": _details(trace, lane)}
         for lane in trace.lanes
     ]
-    curve = curve_of(trace.environment)
     return _named(trace, "preset", "schedule", "environment", "prompt") | {
         "type": "start",
         "greedy": trace.config.get("temperature", 0.0) == 0.0,
@@ -108,7 +107,7 @@ def _start(trace: RunTrace) -> dict[str, object]:
         "title": ModelRef(trace.config.get("target") or "").short_name,
         "work": kind_of_work(trace.preset, trace.prompt),
         "same_bits": trace.environment.get("exactness") == SAME_BITS,
-        "passes": [(n, round(pass_ratio(curve, n), 3)) for n in sorted(curve)],
+        "passes": cost_points(trace),
         "lanes": lanes,
     }
 

@@ -122,14 +122,6 @@ test("the acceptance rate of a finished lane is shown with the rate that would b
   assert.equal(small({ break_even: 1.2 }), "4 of 8, break-even above 100 %");
 });
 
-test("the cost of passes is that measured at load, else that of the run's own steps", () => {
-  const { passCosts } = load(["helpers", "tiles", "panels"], "passCosts", {});
-  const lanes = [{ summary: { steps: 100, ms_verify: 200 } }, { summary: { steps: 40, ms_verify: 120, drafted: 160 } }, { summary: { steps: 50, ms_verify: 110, drafted: 0 } }];
-  assert.deepEqual(plain(passCosts([[1, 1], [2, 1.2]], lanes)), [[1, 1], [2, 1.2]]);
-  assert.deepEqual(plain(passCosts([], lanes)), [[1, 1], [5, 1.5]]);
-  assert.deepEqual(plain(passCosts([], [{ summary: {} }, lanes[1]])), []);
-});
-
 test("the tokens of a step at each draft length follow from how many were accepted", () => {
   const { tokensPerStep } = load(["helpers", "tiles", "panels"], "tokensPerStep", {});
   assert.deepEqual(plain(tokensPerStep([2, 1, 1])), [[1, 1], [2, 1.5], [3, 1.75]]); // 4 steps, 7 tokens

@@ -37,9 +37,12 @@ def test_a_log_opens_with_its_run_and_closes_with_the_comparison(lines):
     assert lines[-1]["comparison"][0]["verdict"] == "identical" and "Faster" in lines[-1]["comparison"][0]["why"]
 
 
-def test_the_costs_of_passes_are_known_at_the_start():
+def test_the_costs_of_passes_are_known_at_the_start_or_follow_from_the_steps():
     trace = hostile_trace()
-    assert view(next(iter(replay(trace))))["passes"] == []
+    first, *_, last = map(view, replay(trace))
+    assert first["passes"] == [] and last["passes"] == [(1.0, 1.0), (3.0, 1.125)]  # 14 drafted in 7 steps of 4.5 ms
+    trace.lanes[0].events = []
+    assert view(Finished(trace))["passes"] == []
     trace.environment["pass_ms"] = {"4": 8.0, "1": 5.0}
     assert view(next(iter(replay(trace))))["passes"] == [(1, 1.0), (4, 1.6)]
 
