@@ -34,7 +34,7 @@ class RuleEntry:
 DEFAULT_RULE = "coupled"
 RULES = {
     DEFAULT_RULE: RuleEntry(
-        "specdemo.core.coupled:Coupled", True, "lossless; every lane writes the text of plain decoding", coupled=True
+        "specdemo.core.accept:Coupled", True, "lossless; every lane writes the text of plain decoding", coupled=True
     ),
     "lossless": RuleEntry(
         "specdemo.core.accept:Lossless",
