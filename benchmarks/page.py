@@ -22,8 +22,7 @@ from specdemo.core.tally import summarise
 from specdemo.core.trace import LaneTrace, RunTrace, StepEvent, compare, step_ms
 from specdemo.engine.messages import RunMessage, StepRow, replay
 from specdemo.engine.session import environment
-from specdemo.presets.files import DEFAULT
-from specdemo.presets.recorded import recorded
+from specdemo.presets.files import DEFAULT, recorded
 from specdemo.servers.process import free_port
 
 CASES = {  # ms of a plain step, lanes, tokens

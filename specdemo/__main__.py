@@ -50,10 +50,9 @@ try:  # these imports take a second
     from specdemo.models.local_models import in_words, local_models, model_rows
     from specdemo.models.ref import ModelRef
     from specdemo.presets.drafters import rows, unpublished
-    from specdemo.presets.files import FOLDER, Preset, load_presets, of_checkout, preset
+    from specdemo.presets.files import FOLDER, Preset, load_presets, load_trace, of_checkout, preset, save_trace
     from specdemo.presets.limits import LIMITS
     from specdemo.presets.pair import comparison
-    from specdemo.presets.recorded import load_trace, save_trace
     from specdemo.presets.runnable import nearest_runnable, why_not
     from specdemo.servers.address import address, allow
     from specdemo.servers.engines import DEFAULT as DEFAULT_ENGINE

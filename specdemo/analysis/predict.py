@@ -28,7 +28,7 @@ from specdemo.costs.profiles import Profile, profile
 from specdemo.costs.roofline import BYTES, Device, Engine, device_of, step_cost
 from specdemo.costs.shapes import HEADROOM, Shape
 from specdemo.costs.step import StepCost, predicted_speedup
-from specdemo.presets.recorded import load_trace
+from specdemo.presets.files import load_trace
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MOST_EXPENSIVE = 1e9  # highest price per hour, in any currency

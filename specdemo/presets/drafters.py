@@ -19,9 +19,8 @@ from specdemo.models.gguf_header import read_header
 from specdemo.models.local_models import DrafterFit, draft_models, local_models
 from specdemo.models.ref import ModelRef
 from specdemo.models.shipped import embedded_folder
-from specdemo.presets.files import Preset, load_presets, read_yaml
+from specdemo.presets.files import Preset, is_recorded, load_presets, read_yaml, recorded
 from specdemo.presets.pair import has_prediction_layer
-from specdemo.presets.recorded import is_recorded, recorded
 
 if TYPE_CHECKING:  # imports torch
     from specdemo.core.protocol import Target

@@ -1,5 +1,6 @@
-"""Presets: one YAML file each, with a comparison and its requirements. Reading them needs neither torch nor
-transformers.
+"""Presets: one YAML file each, with a comparison and its requirements, and their recorded runs: traces written by
+`specdemo run PRESET --out`, which the page shows before the first run, and where no run is possible. Reading them needs
+neither torch nor transformers.
 
 Types, ranges and method names are checked when a file is read. Checks that need the code of a method (its options,
 whether it takes a model) follow when the preset is changed or run. Every error is a ValueError with one line.
@@ -19,10 +20,11 @@ from typing import TYPE_CHECKING, Literal
 import yaml
 from pydantic import Field
 
-from specdemo.core.atomic_io import json_text
-from specdemo.core.safe_io import read_text
+from specdemo.core.atomic_io import json_text, write_text
+from specdemo.core.safe_io import FILE_BYTES, read_limited, read_text
 from specdemo.core.settings import Settings, settings
-from specdemo.core.suggest import counted, short_repr, suggest
+from specdemo.core.suggest import counted, program, short_repr, suggest
+from specdemo.core.trace import RunTrace, from_json, to_json
 from specdemo.engine.comparison import Comparison, Lane, Name, validate_method_name
 from specdemo.methods import METHODS, model_method
 from specdemo.models import packaged
@@ -259,3 +261,36 @@ def thinking_remarks(target: ModelRef, drafters: Sequence[ModelRef], known: "Tar
     if known.tokenizer is not None and has_thinking_modes(known.tokenizer):
         remarks.append("thinking: the target can think; bench thinking compares the acceptance in both modes")
     return remarks
+
+
+def save_trace(trace: RunTrace, out: str | Path) -> None:
+    """Write a trace. Raises ValueError, one line, if that fails."""
+    write_text(out, to_json(trace) + "\n")
+
+
+def load_trace(path: str | Path) -> RunTrace:
+    """Read and check a stored trace. Raises ValueError with one line."""
+    advice = f"with {program()} run PRESET --out FILE"
+    try:
+        content = read_limited(path, FILE_BYTES)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror or error}; record a trace {advice}") from None
+    try:
+        return from_json(content)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; record it again {advice}") from None
+
+
+def is_recorded(preset_id: str) -> bool:
+    """Return whether there is a recorded run of a preset."""
+    return _recording(preset_id).is_file()
+
+
+@lru_cache
+def recorded(preset_id: str) -> RunTrace | None:
+    """Return the recorded run of a preset; None if there is none. Raises ValueError for a damaged file."""
+    return load_trace(_recording(preset_id)) if is_recorded(preset_id) else None
+
+
+def _recording(preset_id: str) -> Path:
+    return FOLDER / "recorded" / f"{preset_id}.json"

@@ -17,9 +17,8 @@ from specdemo.models.gguf_header import TAGS
 from specdemo.models.local_models import draft_beside
 from specdemo.models.packaged import DOWNLOADS
 from specdemo.models.ref import ModelRef
-from specdemo.presets.files import DEFAULT, Preset, load_presets, preset, read_yaml
+from specdemo.presets.files import DEFAULT, Preset, load_presets, preset, read_yaml, save_trace
 from specdemo.presets.link import OWN
-from specdemo.presets.recorded import save_trace
 
 LOOKUPS = ("suffix", "ngram")  # methods that need no draft model
 COPIED = 7  # draft length for a text that is corrected: where it is copied, long drafts are accepted

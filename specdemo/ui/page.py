@@ -32,9 +32,8 @@ from specdemo.engine.messages import STAGES
 from specdemo.engine.session import session
 from specdemo.methods import method, usable
 from specdemo.presets import limits
-from specdemo.presets.files import DEFAULT, Preset, preset
+from specdemo.presets.files import DEFAULT, Preset, preset, recorded
 from specdemo.presets.pair import TASKS
-from specdemo.presets.recorded import recorded
 from specdemo.ui import assets, controls, lab, security, space, sweep, tune, whatif
 from specdemo.ui.controls import Controls, wire_save, wire_share
 from specdemo.ui.job import ENGINE, QUIET, UPLOADED, Start, Store, named, stop_all, wire

@@ -16,9 +16,8 @@ from specdemo.engine.session import follow_up, session
 from specdemo.models.gguf_files import missing_bytes
 from specdemo.models.sources import PICKLED, size_text
 from specdemo.presets import limits
-from specdemo.presets.files import DEFAULT, Preset, load_presets, preset
+from specdemo.presets.files import DEFAULT, Preset, load_presets, preset, recorded
 from specdemo.presets.link import from_query, is_link, is_sweep, to_command, to_query, without_folders
-from specdemo.presets.recorded import recorded
 from specdemo.presets.runnable import nearest_runnable, why_not
 from specdemo.ui import space
 from specdemo.ui.controls import address, fill

@@ -28,9 +28,8 @@ from specdemo.costs.shapes import reference_configs
 from specdemo.methods import BASELINE
 from specdemo.methods.facts import MODELS, PREDICTED
 from specdemo.models.ref import ModelRef
-from specdemo.presets.files import load_presets
+from specdemo.presets.files import is_recorded, load_presets, recorded
 from specdemo.presets.link import OWN as OWN_MODEL
-from specdemo.presets.recorded import is_recorded, recorded
 from specdemo.ui import assets
 from specdemo.ui.controls import look, unfolding
 from specdemo.ui.job import QUIET, UPLOADED, Parts, Values, named

@@ -5,8 +5,7 @@ import pytest
 from benchmarks.page import Simulation, lengthened, spread
 from specdemo.core.trace import step_ms
 from specdemo.engine.messages import Finished, StepRow
-from specdemo.presets.files import DEFAULT
-from specdemo.presets.recorded import recorded
+from specdemo.presets.files import DEFAULT, recorded
 
 
 def test_a_race_is_lengthened_to_a_speed_a_number_of_lanes_and_of_tokens():

@@ -28,7 +28,7 @@ from specdemo.core.atomic_io import (
 )
 from specdemo.core.signals import defer_signals, sigterm_as_exit
 from specdemo.costs.profiles import profile, write_profile
-from specdemo.presets.recorded import save_trace
+from specdemo.presets.files import save_trace
 from specdemo.training.fit import TrainHistory, write_provenance
 from tests.processes import full_disk
 from tests.traces import hostile_trace

@@ -42,9 +42,8 @@ from specdemo.models.ref import ModelRef
 from specdemo.models.shipped import embedded_folder
 from specdemo.models.sources import read_config
 from specdemo.models.text import encode
-from specdemo.presets.files import Preset, load_presets, preset, read_presets
+from specdemo.presets.files import Preset, load_presets, load_trace, preset, read_presets
 from specdemo.presets.link import from_query
-from specdemo.presets.recorded import load_trace
 from specdemo.training.collect import read_corpus
 from specdemo.ui.race import open_trace, replayed
 from tests.models.tiny import build

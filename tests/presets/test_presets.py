@@ -16,11 +16,10 @@ from specdemo.models.devices import pick_dtype
 from specdemo.models.gguf_header import Header
 from specdemo.models.ref import ModelRef
 from specdemo.models.shipped import EMBEDDED
-from specdemo.presets import recorded as module
-from specdemo.presets.files import DEFAULT, FOLDER, allowed_models, load_presets, preset, read_presets
+from specdemo.presets import files as module
+from specdemo.presets.files import DEFAULT, FOLDER, allowed_models, load_presets, preset, read_presets, recorded
 from specdemo.presets.link import LONGEST_TEXT, OWN
 from specdemo.presets.pair import QUESTION, TASKS, add_pair, comparison, kind_of_work, pair, task, work_prompts
-from specdemo.presets.recorded import recorded
 from specdemo.presets.runnable import Machine, nearest_runnable, why_not
 from specdemo.ui.setup import about, row_data, to_values
 from specdemo.ui.views import finish

@@ -16,8 +16,7 @@ import yaml
 
 from specdemo.bench.suites import Sweep
 from specdemo.presets import limits
-from specdemo.presets.files import load_presets, preset
-from specdemo.presets.recorded import recorded
+from specdemo.presets.files import load_presets, preset, recorded
 from specdemo.ui import race, setup, space, sweep
 from specdemo.ui.page import build
 from specdemo.ui.race import Log, Races, replayed

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from specdemo.methods.facts import PREDICTED
-from specdemo.presets.files import DEFAULT, load_presets, preset
+from specdemo.presets.files import DEFAULT, load_presets, preset, recorded
 from specdemo.presets.link import OWN
-from specdemo.presets.recorded import recorded
 from specdemo.ui import model_menus, whatif
 from specdemo.ui.race import Log, Races, replayed
 from specdemo.ui.whatif import (
