@@ -28,7 +28,7 @@ from transformers import (
 from specdemo.core.atomic_io import atomic_folder
 from specdemo.models.checkpoints import SHARD, SHARDS
 from specdemo.models.machine import matmul_dtype
-from specdemo.models.shipped import check_embedded
+from specdemo.models.packaged import check_embedded
 from specdemo.training.collect import END
 
 VOCAB_SIZE = 2048

@@ -10,8 +10,8 @@ from specdemo.methods import METHODS, detect_head, facts_of, usable
 from specdemo.methods.facts import FACTS, PREDICTED
 from specdemo.models.gguf_files import local_header
 from specdemo.models.gguf_header import Header
+from specdemo.models.packaged import embedded_heads
 from specdemo.models.ref import ModelRef
-from specdemo.models.shipped import embedded_heads
 from specdemo.models.sources import config_folder, read_config
 
 MOST_TRIED = 64  # longest draft length to try if the drafter's config contains one

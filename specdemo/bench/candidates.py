@@ -16,8 +16,8 @@ from specdemo.engine.comparison import Lane, lane_names
 from specdemo.methods import BASELINE, SYNTHETIC, method, wrappable
 from specdemo.methods.facts import FACTS
 from specdemo.models.local_models import DrafterFit, local_models
+from specdemo.models.packaged import EMBEDDED
 from specdemo.models.ref import ModelRef
-from specdemo.models.shipped import EMBEDDED
 from specdemo.presets.drafters import lanes_for
 from specdemo.presets.files import Preset, load_presets
 from specdemo.presets.link import OWN, to_query, without_folders

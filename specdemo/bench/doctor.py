@@ -16,9 +16,8 @@ from specdemo.costs.passes import pass_rows
 from specdemo.engine.comparison import Lane
 from specdemo.methods import PLUG_INS, detect_head, unusable
 from specdemo.models.gguf_files import is_here
-from specdemo.models.packaged import DOWNLOADS
+from specdemo.models.packaged import DOWNLOADS, EMBEDDED
 from specdemo.models.ref import ModelRef
-from specdemo.models.shipped import EMBEDDED
 from specdemo.presets.drafters import (
     RULES,
     UNKNOWN,

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 
 from specdemo.core.safe_io import TOO_LARGE, is_out_of_memory
 from specdemo.core.suggest import suggest
-from specdemo.models.shipped import embedded_heads, embedded_models
+from specdemo.models.packaged import embedded_heads, embedded_models
 
 CONNECTION_ERRORS = {"LocalEntryNotFoundError", "ConnectError", "ConnectionError", "TransportError", "TimeoutException"}
 _cancelled: ContextVar[Callable[[], bool]] = ContextVar("cancelled", default=lambda: False)

@@ -51,9 +51,9 @@ from specdemo.models.memory import (
     free_bytes,
     resolve_placement,
 )
+from specdemo.models.packaged import is_embedded
 from specdemo.models.pass_cost import fastest_threads, plan_passes
 from specdemo.models.ref import ModelRef
-from specdemo.models.shipped import is_embedded
 from specdemo.models.sources import (
     NO_CONFIG,
     LoadProgress,

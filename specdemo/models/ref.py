@@ -12,7 +12,7 @@ from pathlib import Path
 from specdemo.core.safe_io import read_json
 from specdemo.models import packaged
 from specdemo.models.gguf_header import Header, read_header
-from specdemo.models.shipped import EMBEDDED, embedded_folder
+from specdemo.models.packaged import EMBEDDED, embedded_folder
 
 SUFFIX = ".gguf"
 OLLAMA = "ollama:"

@@ -25,10 +25,9 @@ from tqdm.auto import tqdm
 from specdemo.core.safe_io import CONFIG_BYTES, JsonObject, check_regular, read_json
 from specdemo.models import packaged
 from specdemo.models.errors import Cancelled, Unreachable, hub_errors, load_errors
-from specdemo.models.packaged import POLL_S
+from specdemo.models.packaged import POLL_S, check_embedded
 from specdemo.models.packaged import LoadProgress as LoadProgress
 from specdemo.models.ref import ModelRef
-from specdemo.models.shipped import check_embedded
 
 MASK_FILE = "mask_embedding.pt"  # embedding of a drafter's mask token
 CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja", MASK_FILE)  # config, tokenizer, chat template

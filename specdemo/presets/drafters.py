@@ -17,8 +17,8 @@ from specdemo.methods import model_method
 from specdemo.models.gguf_files import is_here
 from specdemo.models.gguf_header import read_header
 from specdemo.models.local_models import DrafterFit, draft_models, local_models
+from specdemo.models.packaged import embedded_folder
 from specdemo.models.ref import ModelRef
-from specdemo.models.shipped import embedded_folder
 from specdemo.presets.files import Preset, is_recorded, load_presets, read_yaml, recorded
 from specdemo.presets.pair import has_prediction_layer
 

@@ -28,8 +28,8 @@ from specdemo.core.trace import RunTrace, from_json, to_json
 from specdemo.engine.comparison import Comparison, Lane, Name, validate_method_name
 from specdemo.methods import METHODS, model_method
 from specdemo.models import packaged
+from specdemo.models.packaged import EMBEDDED
 from specdemo.models.ref import ModelRef
-from specdemo.models.shipped import EMBEDDED
 from specdemo.servers.address import listed
 from specdemo.servers.engines import ENGINES
 

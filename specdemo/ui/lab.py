@@ -19,8 +19,8 @@ from specdemo.bench.suites import suite
 from specdemo.core.rules import DEFAULT_RULE
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.methods import recipes
+from specdemo.models.packaged import embedded_folder
 from specdemo.models.ref import ModelRef
-from specdemo.models.shipped import embedded_folder
 from specdemo.presets import limits
 from specdemo.presets.files import load_presets, preset
 from specdemo.ui import assets

@@ -16,7 +16,7 @@ from specdemo.costs.shapes import reference_configs, shape_of
 from specdemo.methods import facts_of, method
 from specdemo.methods.facts import FACTS, method_of
 from specdemo.models.gguf_header import Header
-from specdemo.models.shipped import embedded_folder
+from specdemo.models.packaged import embedded_folder
 from tests.models import tiny
 
 SMALL = ("conv", "wpe", "bias")

@@ -23,8 +23,8 @@ from specdemo.costs.step import CostModel
 from specdemo.engine.comparison import Lane
 from specdemo.models.errors import Cancelled
 from specdemo.models.local_models import DrafterFit
+from specdemo.models.packaged import embedded_folder
 from specdemo.models.ref import ModelRef
-from specdemo.models.shipped import embedded_folder
 from specdemo.presets.drafters import drafters_of, published_drafters
 from specdemo.presets.files import load_presets
 from specdemo.presets.link import from_query

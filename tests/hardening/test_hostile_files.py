@@ -38,8 +38,8 @@ from specdemo.methods.facts import PREDICTED
 from specdemo.methods.pairs import check_pair
 from specdemo.models.checkpoints import open_meta_checkpoint
 from specdemo.models.load import load_meta_target, load_target
+from specdemo.models.packaged import embedded_folder
 from specdemo.models.ref import ModelRef
-from specdemo.models.shipped import embedded_folder
 from specdemo.models.sources import read_config
 from specdemo.models.text import encode
 from specdemo.presets.files import Preset, load_presets, load_trace, preset, read_presets

@@ -17,7 +17,7 @@ from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.session import Session
 from specdemo.methods import load_drafter
 from specdemo.models.load import load_target
-from specdemo.models.shipped import embedded_folder
+from specdemo.models.packaged import embedded_folder
 from specdemo.training.collect import Plan
 from specdemo.training.shares import Shares
 from tests import processes

@@ -16,8 +16,8 @@ from specdemo.bench import quality
 from specdemo.methods import model_method
 from specdemo.methods.pairs import check_pair, check_pairs, outline
 from specdemo.models.load import load_meta_target
+from specdemo.models.packaged import EMBEDDED, embedded_folder
 from specdemo.models.ref import ModelRef
-from specdemo.models.shipped import EMBEDDED, embedded_folder
 from specdemo.presets.drafters import drafters_of
 from specdemo.presets.files import load_presets, preset, thinking_remarks
 from tests.models.fake_hub import serve

@@ -19,8 +19,8 @@ from specdemo.models.checkpoints import open_checkpoint
 from specdemo.models.errors import Cancelled
 from specdemo.models.gguf_files import fetch_parts, local_header, stored_bytes
 from specdemo.models.load import load_model
+from specdemo.models.packaged import SUMS, check_embedded, embedded_folder
 from specdemo.models.ref import ModelRef
-from specdemo.models.shipped import SUMS, check_embedded, embedded_folder
 from specdemo.models.sources import locate
 from specdemo.presets.files import preset
 from specdemo.ui.race import Races

@@ -7,8 +7,8 @@ import pickle
 import pytest
 
 from specdemo.engine.comparison import Comparison, Lane
+from specdemo.models.packaged import embedded_folder
 from specdemo.models.ref import ModelRef
-from specdemo.models.shipped import embedded_folder
 
 
 @pytest.mark.parametrize(

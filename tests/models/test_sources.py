@@ -11,8 +11,8 @@ from specdemo.methods.pairs import load_target
 from specdemo.models import sources
 from specdemo.models.errors import Cancelled
 from specdemo.models.load import load_meta_target, load_model
+from specdemo.models.packaged import embedded_folder, embedded_heads, embedded_models
 from specdemo.models.ref import ModelRef
-from specdemo.models.shipped import embedded_folder, embedded_heads, embedded_models
 from specdemo.models.sources import PICKLED, fetch_config, fetch_folder, locate, model_info, no_progress, select_files
 from tests.models.fake_hub import SHA, serve
 from tests.models.test_load import refused

@@ -14,7 +14,7 @@ from specdemo.core.protocol import Budget
 from specdemo.core.rules import DEFAULT_RULE
 from specdemo.core.trace import compare, from_json, output_outcomes, to_json
 from specdemo.methods import method_options
-from specdemo.models.shipped import EMBEDDED
+from specdemo.models.packaged import EMBEDDED
 from specdemo.presets.files import DEFAULT, Preset, allowed_models, load_presets, read_presets
 from specdemo.presets.limits import LIMITS
 from specdemo.presets.link import (

@@ -14,8 +14,8 @@ from specdemo.core.rules import RULES
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.models.devices import pick_dtype
 from specdemo.models.gguf_header import Header
+from specdemo.models.packaged import EMBEDDED
 from specdemo.models.ref import ModelRef
-from specdemo.models.shipped import EMBEDDED
 from specdemo.presets import files as module
 from specdemo.presets.files import DEFAULT, FOLDER, allowed_models, load_presets, preset, read_presets, recorded
 from specdemo.presets.link import LONGEST_TEXT, OWN

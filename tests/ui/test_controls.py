@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from specdemo.methods import method_options, model_method
+from specdemo.models.packaged import embedded_folder
 from specdemo.models.ref import ModelRef
-from specdemo.models.shipped import embedded_folder
 from specdemo.presets.files import load_presets, preset
 from specdemo.presets.pair import prompt_for
 from specdemo.ui import controls, model_menus, setup

@@ -3,8 +3,8 @@
 import pytest
 
 from specdemo.models.local_models import LocalModel
+from specdemo.models.packaged import embedded_folder
 from specdemo.models.ref import ModelRef
-from specdemo.models.shipped import embedded_folder
 from specdemo.presets.files import load_presets, preset
 from specdemo.presets.runnable import Machine
 from specdemo.ui import controls, model_menus
