@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -36,10 +37,6 @@ Run = Callable[[], Tensors]
 GraphCapture = Callable[[Run], Run]  # function -> its replay, which writes to the same memory
 Shapes = Sequence[Sequence[int]]
 Probe = Callable[[], tuple[Callable[..., Tensors], Sequence[Tensor]]]  # returns an eager function and its inputs
-
-# Owners of captures and living graphs, for their streams. Streams themselves must not be weakly referenced: torch
-# 2.11 frees them without clearing these references, and the process crashes later (pytorch #183403).
-_owners: weakref.WeakSet["CudaGraphs"] = weakref.WeakSet()
 
 
 def new_capture(device: torch.device) -> GraphCapture | None:
@@ -69,6 +66,10 @@ class CudaGraphs:
     must be copied before the next replay.
     """
 
+    # Owners of captures and living graphs, for their streams. Streams themselves must not be weakly referenced: torch
+    # 2.11 frees them without clearing these references, and the process crashes later (pytorch #183403).
+    living: ClassVar[weakref.WeakSet["CudaGraphs"]] = weakref.WeakSet()
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.stream: torch.cuda.Stream | None = None
@@ -77,7 +78,7 @@ class CudaGraphs:
     def __call__(self, run: Run) -> Run:
         with torch.cuda.device(self._device):
             stream = self.stream = self.stream or _free_stream()
-            _owners.add(self)
+            self.living.add(self)
             stream.wait_stream(torch.cuda.current_stream())
             try:
                 with torch.cuda.stream(stream):
@@ -112,7 +113,7 @@ class CudaGraphs:
 
 def _free_stream() -> torch.cuda.Stream:
     """Return a stream of the current device without graphs. Raise RuntimeError if there is none."""
-    used = [owner.stream for owner in _owners]
+    used = [owner.stream for owner in CudaGraphs.living]
     for priority, _ in product(PRIORITIES, range(STREAMS)):
         stream = torch.cuda.Stream(priority=priority)
         if stream not in used:

@@ -9,7 +9,7 @@ import weakref
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from importlib import import_module
 from pathlib import Path
 
@@ -36,7 +36,7 @@ NO_FLASH = (
     "this model or build of llama.cpp has no flash attention; passes of several tokens then round otherwise than "
     "passes of one, so texts may differ after near-ties"
 )
-_log: deque[str] = deque(maxlen=64)  # the last lines of llama.cpp about flash attention
+LOG_LINES = 64  # about flash attention, the last ones
 INT64 = 27  # a tensor type, GGML_TYPE_I64
 CACHE_TYPES = {"f32": 0, "f16": 1, "q8_0": 8}  # ggml.h
 CACHE_BYTES = {"f32": 4, "f16": 2, "q8_0": 34 / 32}
@@ -56,16 +56,18 @@ def library() -> Llama:
     except (OSError, RuntimeError) as error:  # its shared library is missing, or built for another machine
         reason = first_line(error)
         raise ValueError(f"llama.cpp cannot be loaded ({reason}); install it again with: {INSTALL}") from None
-    llama.callback = llama.llama_log_callback(_keep)  # it must live as long as the library, which keeps a pointer to it
+    llama.flash_log = deque[str](maxlen=LOG_LINES)
+    # the callback must live as long as the library, which keeps a pointer to it
+    llama.callback = llama.llama_log_callback(partial(_keep, llama.flash_log))
     llama.llama_log_set(llama.callback, ctypes.c_void_p(0))
     llama.llama_backend_init()
     return llama
 
 
-def _keep(level: int, line: bytes, _: object) -> None:
+def _keep(log: deque[str], level: int, line: bytes, _: object) -> None:
     """Keep a line of llama.cpp's log that is about flash attention."""
     if b"lash" in line:
-        _log.append(line.decode(errors="replace"))
+        log.append(line.decode(errors="replace"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,9 +281,9 @@ def open_context(
         parameters.ctx_type = llama.LLAMA_CONTEXT_TYPE_MTP
     off, auto = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED, llama.LLAMA_FLASH_ATTN_TYPE_AUTO
     parameters.flash_attn_type = auto if settings.flash_attention else off  # auto: on where the device supports it
-    _log.clear()
+    llama.flash_log.clear()
     context = llama.llama_init_from_model(handle, parameters)
-    return context, settings.flash_attention and not any(map(FLASH_OFF.search, _log))
+    return context, settings.flash_attention and not any(map(FLASH_OFF.search, llama.flash_log))
 
 
 def _keeps_logits(context: Handle, vocabulary: int) -> bool:

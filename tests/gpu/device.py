@@ -504,7 +504,7 @@ def pretended():
         stack.enter_context(patch.multiple(torch.cuda, **cuda))
         stack.enter_context(patch.dict(os.environ, one_thread))
         # A target of another world may still exist, and its streams would count as used on this one's devices.
-        stack.enter_context(patch("specdemo.kv.graphs._owners", weakref.WeakSet()))
+        stack.enter_context(patch("specdemo.kv.graphs.CudaGraphs.living", weakref.WeakSet()))
         stack.callback(chain_parents.cache_clear)
         stack.enter_context(patch.object(torch, "Generator", Generator))
         # its class exists already, with torch's own generator as its base

@@ -315,12 +315,13 @@ def test_cache_type_q8_0_needs_flash_attention(files):
 
 @pytest.mark.parametrize("line", ["Flash Attention not supported, set to disabled", "flash_attn is forcing off"])
 def test_models_without_flash_attention_run_with_a_note(line, files, monkeypatch):
-    path, start = str(files / "stories.gguf"), library().llama_init_from_model
+    llama, path = library(), str(files / "stories.gguf")
+    start = llama.llama_init_from_model
     cases = (({"cache_type": "f16"}, True), ({"flash_attention": False, "cache_type": "f16"}, False), ({}, False))
     for settings, flash in cases:  # the last one is that of an F32 file
         loaded = load_model(path, llamacpp=LlamaCppSettings(**settings))
         assert ("flash attention" in loaded.target().facts.kernels) is flash and not loaded.notes
-    monkeypatch.setattr(library(), "llama_init_from_model", lambda *args: llamacpp._log.append(line) or start(*args))
+    monkeypatch.setattr(llama, "llama_init_from_model", lambda *args: llama.flash_log.append(line) or start(*args))
     trace = specdemo.run("embedded-ngram", target=path, max_new_tokens=8, cache_type="f16")
     assert "flash attention" not in trace.environment["kernels"] and llamacpp.NO_FLASH in trace.notes
 
