@@ -30,7 +30,7 @@ class Constraint:
 
     def start(self, rows: int, rng: Generator | None) -> None:
         """Start texts in `rows` rows. rng: None for greedy decoding."""
-        self._states: States = [self._grammar.start() for _ in range(rows)]
+        self._states: States = [self._grammar() for _ in range(rows)]
         self._remaining = [self._max_new_tokens] * rows
         self._rng = rng
         self.slot_states: list[States] = [[state] for state in self._states]  # [B][S] of the last draft

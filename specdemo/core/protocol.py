@@ -56,11 +56,7 @@ class GrammarState(Protocol):
         """Return the state after one more token; None if it is not allowed or ends the text."""
 
 
-class Grammar(Protocol):
-    """Protocol of a grammar that the output must match."""
-
-    def start(self) -> GrammarState:
-        """Return the state before the first output token."""
+Grammar = Callable[[], GrammarState]  # returns the state before the first output token
 
 
 @dataclass(frozen=True, slots=True)

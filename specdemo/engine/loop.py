@@ -22,7 +22,7 @@ from specdemo.core.trace import StepEvent
 from specdemo.core.tree import ABSENT, Draft, chain_parents, clamp_ids, depths, first_branch, is_chain, validate_ids
 from specdemo.engine.clock import Stopwatch, stopwatch_for
 from specdemo.models.cpu_threads import step_threads, thread_limit
-from specdemo.models.errors import Cancellation, Cancelled
+from specdemo.models.errors import Cancelled, cancellation
 from specdemo.models.shared import SharedTarget, graph_target
 
 WARM_UP_TOKENS = 12
@@ -58,11 +58,12 @@ def generate(
     if config.grammar is not None:
         target, drafter = constrained(target, drafter, config.grammar, config.max_new_tokens)
     watch = stopwatch or stopwatch_for(prompt_ids.device, target.facts.wall_time)
-    no_grad, cancellation = torch.no_grad(), Cancellation(cancelled)
+    no_grad = torch.no_grad()
     with closing(_steps(target, drafter, prompt_ids, config, accept or Coupled(), watch, cancelled)) as steps:
         while True:
             try:
-                with no_grad, step_threads(target), cancellation:  # not inference_mode: drafters may train on tensors
+                # not inference_mode: drafters may train on tensors
+                with no_grad, step_threads(target), cancellation(cancelled):
                     event = next(steps, None)
             except Cancelled:
                 return

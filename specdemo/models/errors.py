@@ -124,17 +124,14 @@ def _explain_load(name: str, error: Exception) -> str:
     return line if line.startswith(name) else f"{name} cannot be loaded: {line}"
 
 
-class Cancellation:
-    """Lets passes inside the block raise `Cancelled` soon after `cancelled()` is true. Serves one block per step."""
-
-    def __init__(self, cancelled: Callable[[], bool]) -> None:
-        self._check = cancelled
-
-    def __enter__(self) -> None:
-        self._token = _cancelled.set(self._check)
-
-    def __exit__(self, *error: object) -> None:
-        _cancelled.reset(self._token)
+@contextmanager
+def cancellation(cancelled: Callable[[], bool]) -> Iterator[None]:
+    """Let passes inside the block raise `Cancelled` soon after `cancelled()` is true."""
+    token = _cancelled.set(cancelled)
+    try:
+        yield
+    finally:
+        _cancelled.reset(token)
 
 
 def pass_cancelled() -> Callable[[], bool]:

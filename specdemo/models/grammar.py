@@ -1,7 +1,6 @@
 """Grammars: a JSON schema or a regular expression, compiled for a tokenizer by llguidance (an optional package)."""
 
 import json
-from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from specdemo.core.protocol import Grammar
 from specdemo.models.errors import first_line
 from specdemo.models.gguf_tokenizer import GGUFTokenizer
 
@@ -18,17 +18,6 @@ if TYPE_CHECKING:
 
 JSON: Any = {"whitespace_flexible": False}  # one separator only, so that more text is forced
 TOO_COMPLEX = "the grammar is too complex for this text: "
-
-
-class CompiledGrammar:
-    """A grammar for one vocabulary. The output must match it completely before a stop token is allowed."""
-
-    def __init__(self, matcher: "LLMatcher", vocab_size: int, stop_token_ids: Sequence[int]) -> None:
-        self._matcher, self._vocab_size, self._stop = matcher, vocab_size, frozenset(stop_token_ids)
-
-    def start(self) -> "MatcherState":
-        """Return the state before the first output token."""
-        return MatcherState(self._matcher.deep_copy(), self._vocab_size, self._stop)
 
 
 class MatcherState:
@@ -77,8 +66,9 @@ class MatcherState:
 @lru_cache(maxsize=4)
 def compile_grammar(
     text: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int, stop_token_ids: tuple[int, ...]
-) -> CompiledGrammar:
-    """Compile a JSON schema (text that begins with {) or a regular expression.
+) -> Grammar:
+    """Compile a JSON schema (text that begins with {) or a regular expression, which the output must match completely
+    before a stop token is allowed.
 
     Raises ValueError with one line for an invalid one, for a tokenizer that llguidance cannot read, and without
     llguidance.
@@ -94,7 +84,7 @@ def compile_grammar(
     matcher = LLMatcher(vocabulary, source, log_level=0)
     if matcher.is_error():
         raise ValueError(f"the grammar is not a valid {kind}: {_reason(matcher.get_error())}")
-    return CompiledGrammar(matcher, vocab_size, stop_token_ids)
+    return lambda: MatcherState(matcher.deep_copy(), vocab_size, frozenset(stop_token_ids))
 
 
 def _source(text: str) -> tuple[str, str]:

@@ -23,7 +23,7 @@ class Pattern:
     def __init__(self, *sets, place=0):
         self._sets, self._place = sets, place
 
-    def start(self):
+    def __call__(self):
         return self
 
     def allowed(self):

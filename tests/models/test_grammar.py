@@ -96,7 +96,7 @@ def test_sampled_text_matches_a_regular_expression(runner):
 
 
 def test_masks_contain_only_tokens_that_match(tokenizer):
-    state = compile_grammar("(cat|dog)s?", tokenizer, len(tokenizer), (0,)).start()
+    state = compile_grammar("(cat|dog)s?", tokenizer, len(tokenizer), (0,))()
     texts = [tokenizer.decode([token]) for token in torch.nonzero(state.allowed())[:, 0].tolist()]
     assert texts and all(any(word.startswith(text) for word in ("cats", "dogs")) for text in texts)
     for token in tokenizer("cat", add_special_tokens=False)["input_ids"]:
