@@ -22,7 +22,7 @@ from pydantic import Field
 
 from specdemo.core.atomic_io import json_text, write_text
 from specdemo.core.safe_io import FILE_BYTES, read_limited, read_text
-from specdemo.core.settings import Settings, settings
+from specdemo.core.settings import settings
 from specdemo.core.suggest import counted, program, short_repr, suggest
 from specdemo.core.trace import RunTrace, from_json, to_json
 from specdemo.engine.comparison import Comparison, Lane, Name, validate_method_name
@@ -46,8 +46,8 @@ _OF_LANES = [name for name, declared in settings(Lane).items() if declared.help]
 SETTINGS = (*settings(Comparison), "lanes", *_OF_LANES)
 
 
-class About(Settings):
-    """Purpose and requirements of a preset."""
+class Preset(Comparison):
+    """A comparison that is ready to run, with its purpose and requirements."""
 
     title: Name
     chip: Name = ""  # short title on the page's button; presets without one are only in the list
@@ -59,10 +59,6 @@ class About(Settings):
     memory_gb: float | None = Field(None, gt=0.0)  # estimate for weights and KV caches
     gated: bool = False  # the hub requires a login and an accepted licence
     licence: str = ""  # of the target
-
-
-class Preset(Comparison, About):
-    """A comparison that is ready to run."""
 
     @property
     def models(self) -> tuple[ModelRef, ...]:
