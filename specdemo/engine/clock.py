@@ -97,6 +97,7 @@ class CudaStopwatch:
         self._events.append(event)
 
     def start(self) -> None:
+        """Start a step."""
         self._events, self._names = [], []
         self._record()
 
