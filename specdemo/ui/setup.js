@@ -65,7 +65,7 @@ function showSelection() {
   menu.querySelector(".sd-custom")?.remove();
   menu.value = current.preset;
   if (!current.custom && menu.value) return;
-  const option = new Option(current.custom ? `Custom (from ${current.title})` : current.title, "", true, true);
+  const option = new Option(current.custom ? `${current.title}, changed` : current.title, "", true, true);
   option.className = "sd-custom";
   option.hidden = true;
   menu.prepend(option);

@@ -237,4 +237,4 @@ def described(values: Values) -> str:
     """Return the description of the preset, or a description of the settings if they differ from the preset's."""
     base = preset(values["preset"])
     line = " · ".join(words for _, words in chips(values))
-    return f"<b>Custom (from {escape(base.title)}).</b> {escape(line)}" if _is_custom(values) else about(base)
+    return f"<b>{escape(base.title)}, changed.</b> {escape(line)}" if _is_custom(values) else about(base)

@@ -49,9 +49,9 @@ def test_a_hostile_link_is_refused_with_notes_and_every_setting_reaches_the_link
     expect(page.locator(".hidden-counter:visible")).to_have_count(0)
     drop(page.locator("#option-corpus-1 textarea"), "one\ntwo")
     set_number(page, "option-max_n-1", 5)
-    expect_example(page, "Custom (from Prompt lookup)")
+    expect_example(page, "Prompt lookup, changed")
     expect(page.locator("#about")).to_contain_text(
-        "Custom (from Prompt lookup where text repeats). stories · Prompt lookup · k 8 · greedy · 96 tokens Memory:"
+        "Prompt lookup where text repeats, changed. stories · Prompt lookup · k 8 · greedy · 96 tokens Memory:"
     )
     for _ in range(2):
         page.locator("#add-lane").click()

@@ -44,7 +44,7 @@ def test_tab_preset_edits_and_prompt_survive_back_and_reload(visit_gated):
     expect(tab(page)).to_have_text("Other machines")
     page.go_back()
     expect(tab(page)).to_have_text("Race")
-    expect_example(page, "Custom (from Prompt lookup)")
+    expect_example(page, "Prompt lookup, changed")
     expect(page.locator(".sd-chips button")).to_have_text(["stories", "Prompt lookup", "k 5", "greedy · 96 tokens"])
     edit(page)
     expect(prompt(page)).to_have_value(ARABIC)
@@ -124,12 +124,12 @@ def test_a_lost_connection_keeps_the_settings_and_the_run_and_a_restarted_server
         page = visit("?preset=embedded-ngram&k=5#lab")
         expect(tab(page)).to_have_text("Training")
         page.get_by_role("tab", name="Race").click()
-        expect_example(page, "Custom (from Prompt lookup)")
+        expect_example(page, "Prompt lookup, changed")
         run_and_cut(page, gates, connection)
         connection.restore()
         page.wait_for_function("() => !window.before")  # Gradio reloads the page
         wait_for_text(page, "^Running")
-        expect_example(page, "Custom (from Prompt lookup)")
+        expect_example(page, "Prompt lookup, changed")
         expect(page.locator("#stop")).to_be_enabled()
         show_in_real_time(page)
         gates.open.set()
@@ -142,7 +142,7 @@ def test_a_lost_connection_keeps_the_settings_and_the_run_and_a_restarted_server
         run_and_cut(page, gates, connection)
         connection.restore(address)  # another process, which knows nothing of the run
         page.wait_for_function("() => !window.before")
-        expect_example(page, "Custom (from Prompt lookup)")
+        expect_example(page, "Prompt lookup, changed")
         wait_for_text(page, "^Ready")
         expect(page.locator("#run")).to_be_enabled()
 

@@ -94,7 +94,7 @@ def test_which_method_fits_whether_it_is_lossless_and_a_head_that_is_trained_and
     expect(page.get_by_role("tab", name="Race", exact=True)).to_have_attribute("aria-selected", "true")
     # the method is that of the preset: the address may be shortened at once
     expect(page).to_have_url(re.compile(r"\?preset=embedded-ngram(&method=ngram)?&k=3$"))
-    expect_example(page, "Custom (from Prompt lookup)")
+    expect_example(page, "Prompt lookup, changed")
     choose_example(page, "Code")
     expect(page.locator("#tune-target input")).to_have_value("code")  # the model of the race
 
@@ -118,7 +118,7 @@ def test_which_method_fits_whether_it_is_lossless_and_a_head_that_is_trained_and
     page.locator("#race-head").click()
     expect(page.locator("#model-1 input")).to_have_value(re.compile(r"^medusa-\d+-\d+$"))
     expect(page.locator("#run")).to_be_visible()
-    expect_example(page, "Custom (from Draft model)")
+    expect_example(page, "Draft model, changed")
     page.locator("#share").click()  # the new model is accepted
     expect(page.locator("#link")).to_be_visible()
     expect(page.locator("#view .sd-alert")).to_be_hidden()
