@@ -34,7 +34,7 @@ class RuleEntry:
 DEFAULT_RULE = "coupled"
 RULES = {
     DEFAULT_RULE: RuleEntry(
-        "specdemo.core.accept:Coupled", True, "lossless; every lane writes the text of plain decoding", coupled=True
+        "specdemo.core.coupled:Coupled", True, "lossless; every lane writes the text of plain decoding", coupled=True
     ),
     "lossless": RuleEntry(
         "specdemo.core.accept:Lossless",
@@ -42,10 +42,10 @@ RULES = {
         "rejection sampling, accepts more of a sampled chain; each lane has its text",
     ),
     "block": RuleEntry("specdemo.core.block:Block", True, "also lossless, accepts more of a sampled chain"),
-    "typical": RuleEntry("specdemo.core.lossy:Typical", lossless=False, comment="lossy"),
-    "fly": RuleEntry("specdemo.core.lossy:Fly", lossless=False, comment="lossy, chains only", trees=False),
+    "typical": RuleEntry("specdemo.core.typical:Typical", lossless=False, comment="lossy"),
+    "fly": RuleEntry("specdemo.core.fly:Fly", lossless=False, comment="lossy, chains only", trees=False),
     "speculative_cascade": RuleEntry(
-        "specdemo.core.lossy:SpeculativeCascade", False, "lossy, chains only", trees=False
+        "specdemo.core.speculative_cascade:SpeculativeCascade", False, "lossy, chains only", trees=False
     ),
 }
 

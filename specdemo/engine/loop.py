@@ -12,8 +12,9 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from specdemo.core.accept import AcceptResult, AcceptRule, Coupled, token_probs
+from specdemo.core.accept import AcceptResult, AcceptRule, token_probs
 from specdemo.core.constraint import constrained
+from specdemo.core.coupled import Coupled
 from specdemo.core.host_copy import on_host, to_device
 from specdemo.core.protocol import Budget, Drafter, Forward, GenerationConfig, Progress, Target
 from specdemo.core.sampling import PositionNoise, to_probs

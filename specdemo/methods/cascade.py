@@ -14,7 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Generator, Tensor, nn
 
-from specdemo.core.accept import Coupled, Lossless
+from specdemo.core.accept import Lossless
+from specdemo.core.coupled import Coupled
 from specdemo.core.host_copy import AsyncHostCopy, to_device
 from specdemo.core.protocol import Budget, Progress, Target
 from specdemo.core.sampling import Sampling, to_probs

@@ -29,7 +29,7 @@ from specdemo.bench.prompts import read_questions
 from specdemo.bench.random_models import random_model
 from specdemo.bench.report import bench_report, markdown
 from specdemo.bench.result import Result, read_result, recorded_suite, to_json
-from specdemo.bench.suites import Sweep, lanes, suite, suites
+from specdemo.bench.suites import Sweep, axes, lanes, suite, suites
 from specdemo.core.accept import Lossless
 from specdemo.core.estimate import Estimate, RunTiming, rate
 from specdemo.core.protocol import Budget, GenerationConfig
@@ -128,7 +128,7 @@ def test_a_file_of_something_else_is_one_line(tmp_path, content, line):
 
 
 def test_batches_grow_and_every_row_is_decoded(monkeypatch):
-    monkeypatch.setattr(lanes, "BATCHES", (1, 3))
+    monkeypatch.setattr(axes, "BATCHES", (1, 3))
     result = run_suite("batch", repeats=1, preset="embedded-ngram", new_tokens=8)
     assert [(row["lane"], row["batch"]) for row in result.rows] == [
         ("Baseline", 1),
@@ -142,14 +142,14 @@ def test_batches_grow_and_every_row_is_decoded(monkeypatch):
 
 
 def test_prompts_grow_as_far_as_the_context_reaches(monkeypatch):
-    monkeypatch.setattr(lanes, "PROMPT_LENGTHS", (16, 32, 1024))
+    monkeypatch.setattr(axes, "PROMPT_LENGTHS", (16, 32, 1024))
     result = run_suite("prompt", repeats=1, preset="embedded-ngram", new_tokens=4)
     assert [row["prompt tokens"] for row in result.rows[::2]] == [16, 32]
     assert all(row["TTFT ms"].value > 0 for row in result.rows)
 
 
 def test_contexts_grow_along_one_text_that_is_read_once(monkeypatch):
-    monkeypatch.setattr(lanes, "CONTEXTS", (32, 64, 128))
+    monkeypatch.setattr(axes, "CONTEXTS", (32, 64, 128))
     read = []
     start = PrefixCachedTarget.start
 
@@ -197,21 +197,21 @@ def test_the_length_from_which_plain_decoding_is_faster(gains, sentence):
         for place, gain in enumerate(gains)
         for lane in ("Baseline", "x")
     ]
-    assert lanes._crossing(rows) == sentence
+    assert axes._crossing(rows) == sentence
 
 
 def test_temperatures_grow_and_drafts_are_drawn_or_the_likeliest(monkeypatch):
-    monkeypatch.setattr(lanes, "TEMPERATURES", (0.0, 1.0))
+    monkeypatch.setattr(axes, "TEMPERATURES", (0.0, 1.0))
     result = run_suite(
         "temperature", repeats=2, preset="embedded-draft-wide", new_tokens=24, prompts=["Once upon a time"]
     )
     name = "embedded-draft-wide"
-    names = ["Baseline", f"{name}, drawn", f"{name}, drawn, block", f"{name}, likeliest"]
-    assert [(row["lane"], row["temperature"]) for row in result.rows] == [(n, t) for t in (0.0, 1.0) for n in names]
+    lanes = ["Baseline", f"{name}, drawn", f"{name}, drawn, block", f"{name}, likeliest"]
+    assert [(row["lane"], row["temperature"]) for row in result.rows] == [(n, t) for t in (0.0, 1.0) for n in lanes]
     greedy, warm = ([row["tokens/pass"] for row in result.rows[at : at + 4]] for at in (0, 4))
     assert greedy[0] == warm[0] == 1.0 and greedy[1] == greedy[2] == greedy[3] > 1.0
     assert len(set(warm[1:])) > 1
-    assert [line["name"] for line in chart(result)["lines"]] == names[1:]
+    assert [line["name"] for line in chart(result)["lines"]] == lanes[1:]
 
 
 def test_a_stopped_suite_keeps_its_finished_repeats():

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from specdemo.core import accept, block
 from specdemo.core.accept import AcceptResult, Lossless, or_target
 from specdemo.core.block import Block
+from specdemo.core.fly import Fly
 from specdemo.core.host_copy import AsyncHostCopy, pinned, to_lists
-from specdemo.core.lossy import Fly, SpeculativeCascade, Typical
 from specdemo.core.rules import RULES, accept_rule, rule_options
 from specdemo.core.sampling import draw
+from specdemo.core.speculative_cascade import SpeculativeCascade
 from specdemo.core.tree import ABSENT, Draft, depths, first_branch, is_chain
+from specdemo.core.typical import Typical
 from specdemo.kv.masks import ancestry
 from tests.gpu.device import pretended
 

@@ -11,11 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdemo.core import accept
-from specdemo.core.accept import AcceptResult, Coupled, Lossless
+from specdemo.core.accept import AcceptResult, Lossless
 from specdemo.core.block import Block
-from specdemo.core.lossy import Fly, SpeculativeCascade, Typical
+from specdemo.core.coupled import Coupled
+from specdemo.core.fly import Fly
 from specdemo.core.sampling import PositionNoise, draw
+from specdemo.core.speculative_cascade import SpeculativeCascade
 from specdemo.core.tree import ABSENT, Draft, depths
+from specdemo.core.typical import Typical
 
 DRAWS = 12_500
 V = 4

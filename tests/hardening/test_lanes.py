@@ -9,11 +9,11 @@ from itertools import combinations_with_replacement, count
 import pytest
 import torch
 
-from specdemo.core.lossy import Typical
 from specdemo.core.protocol import Budget, GenerationConfig
 from specdemo.core.sampling import Sampling
 from specdemo.core.trace import from_json, to_json
 from specdemo.core.tree import Draft
+from specdemo.core.typical import Typical
 from specdemo.engine import loop, verdict
 from specdemo.engine.comparison import Comparison, Lane
 from specdemo.engine.loop import generate
