@@ -13,7 +13,6 @@ from specdemo.presets.files import load_presets
 from specdemo.presets.link import OWN
 from specdemo.presets.pair import add_race, pair
 from specdemo.ui import model_menus
-from tests.gguf_random import shape_of, write_random
 from tests.traces import hostile_trace
 
 CASES = {  # the method, place and file of each drafter, by target
@@ -28,6 +27,8 @@ CASES = {  # the method, place and file of each drafter, by target
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     pytest.importorskip("llama_cpp", reason="llama.cpp is not installed: pip install llama-cpp-python gguf")
+    from tests.gguf_random import shape_of, write_random
+
     folder = tmp_path_factory.mktemp("models")
     for name, blocks in (("pair/big", 8), ("pair/small", 4), ("one/alone", 4)):
         (folder / name).parent.mkdir(exist_ok=True)
