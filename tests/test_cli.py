@@ -99,6 +99,7 @@ def test_settings_reach_the_run(tmp_path, capsys):
             "the corpus has 200,001 characters, the limit",
         ),
         (["run", "embedded-draft", "--k", "five"], "Invalid value for '--k': Input should be a valid integer"),
+        (["run", "embedded-draft", "--device", "cuda:99"], "this machine has no device 'cuda:99'; use device 'auto'"),
         (["run", "embedded-draft", "--prompt", "a", "--prompt-file", "b"], "--prompt and --prompt-file exclude each"),
         (["run", "embedded-draft", "--prompt-file", "none.txt"], "cannot read none.txt: No such file or directory;"),
         (["run", "embedded-draft", "--promt", "x"], "No such option: --promt"),

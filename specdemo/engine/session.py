@@ -44,7 +44,7 @@ from specdemo.methods.pairs import load_model
 from specdemo.models.auto_dtype import placement
 from specdemo.models.cpu_plan import CpuSettings
 from specdemo.models.cpu_threads import step_threads, thread_counts, thread_limit
-from specdemo.models.devices import best_device, device_kind, device_map_summary, graph_bytes
+from specdemo.models.devices import best_device, device_kind, device_map_summary, graph_bytes, pick_device
 from specdemo.models.errors import Cancelled, checkpoint_errors
 from specdemo.models.gguf_files import has_chat_template
 from specdemo.models.llamacpp import LlamaCppSettings
@@ -130,7 +130,7 @@ class Session:
     def memory(self, spec: Comparison) -> str:
         """Return in words what the models of a comparison need and whether it fits, from headers and configs or, of a
         model that is not on this machine, by its name. Does not ask the hub."""
-        free = free_memory() if spec.target.gguf else sum(free_bytes(torch.device(_device(spec))))
+        free = free_memory() if spec.target.gguf else sum(free_bytes(pick_device(_device(spec))))
         free += self._used_bytes()  # a run drops what it does not use
         _, precision = placement(spec.target, spec.dtype, _device(spec), spec.quantization, free, None)
         return _needs(spec, _sizes(spec, _models(spec), precision, None)).verdict(free)
@@ -329,7 +329,7 @@ class Session:
         if not missing:
             return {}
         progress(0.0, f"looking for {', '.join(missing.values())}")
-        free = free_bytes(torch.device(_device(spec)))[0] + self._used_bytes()
+        free = free_bytes(pick_device(_device(spec)))[0] + self._used_bytes()
         device, precision = placement(spec.target, spec.dtype, _device(spec), spec.quantization, free, progress)
         sizes = _sizes(spec, missing, precision, progress)
         needs = _needs(spec, sizes)
