@@ -6,7 +6,7 @@ from dataclasses import replace
 from specdemo.core.suggest import suggest
 from specdemo.costs.drafting import Drafting
 from specdemo.costs.shapes import UNREADABLE, Config, Shape, reference_configs, shape_of
-from specdemo.methods import METHODS, detect_head, facts_of, usable
+from specdemo.methods import METHODS, check_no_head, facts_of, usable
 from specdemo.methods.facts import FACTS, PREDICTED
 from specdemo.models.gguf_files import local_header
 from specdemo.models.gguf_header import Header
@@ -24,8 +24,7 @@ def shape(name: str, quantization: str | None = None) -> Shape:
     """
     config = config_of(name)
     if name not in reference_configs() and name in embedded_heads():
-        head = detect_head(ModelRef(name))
-        raise ValueError(f"{name} is a head for method {head!r}; choose a complete model as the target")
+        check_no_head(ModelRef(name))
     return shape_of(config, name, quantization)
 
 

@@ -17,6 +17,7 @@ from specdemo.core.sampling import Sampling, argmax
 from specdemo.core.tree import Draft
 
 UNLIMITED = 1 << 30
+NO_HISTORY = "there is no history; call start() with the prompt first"
 
 Enough = Callable[[list[float]], bool]  # highest probability in every row -> whether to end the draft
 

@@ -249,3 +249,9 @@ def detect_head(source: ModelRef) -> str | None:
     except ValueError:
         return None
     return None if detected in MODELS else detected
+
+
+def check_no_head(name: ModelRef) -> None:
+    """Raise ValueError, one line, for a head where a complete model is needed."""
+    if (head := detect_head(name)) is not None:
+        raise ValueError(f"{name} is a head for method {head!r}; choose a complete model as the target") from None

@@ -10,7 +10,7 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 from specdemo.core.protocol import Target
-from specdemo.methods import detect_head, detect_method, method
+from specdemo.methods import check_no_head, detect_method, method
 from specdemo.methods.draft_model import DraftModel
 from specdemo.methods.heads.head import Head
 from specdemo.methods.vocabularies import VocabBridge, tokenizer_difference
@@ -34,10 +34,9 @@ def name_head_in_error(loader: Callable[P, T]) -> Callable[P, T]:
             return loader(*args, **kwargs)
         except ValueError:
             name = next(iter((*args, *kwargs.values())))
-            head = detect_head(ModelRef(name)) if isinstance(name, str) else None
-            if head is None:
-                raise
-            raise ValueError(f"{name} is a head for method {head!r}; choose a complete model as the target") from None
+            if isinstance(name, str):
+                check_no_head(ModelRef(name))
+            raise
 
     return load_or_explain
 

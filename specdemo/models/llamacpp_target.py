@@ -20,7 +20,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from specdemo.core.protocol import Capabilities, Forward, Target, TargetFacts
+from specdemo.core.protocol import NO_HISTORY, Capabilities, Forward, Target, TargetFacts
 from specdemo.core.tree import ABSENT, is_chain
 from specdemo.models.errors import pass_cancelled
 from specdemo.models.gguf_files import ROPE_BASE
@@ -318,7 +318,7 @@ class LlamaCppTarget(Target):
 
     def _open_context(self) -> LlamaCppContext:
         if self._context is None or not self._rows:
-            raise ValueError("there is no history; call start() with the prompt first")
+            raise ValueError(NO_HISTORY)
         return self._context
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from specdemo.core.protocol import UNLIMITED, Capabilities, Forward, TargetFacts
+from specdemo.core.protocol import NO_HISTORY, UNLIMITED, Capabilities, Forward, TargetFacts
 from specdemo.core.rounding import difference, moved_share, spacing
 from specdemo.core.tree import chain_parents
 from specdemo.kv.graphs import GRAPH_SPARE_COLUMNS, GRAPH_WIDTHS, GraphCapture, Tensors, covering_widths
@@ -294,7 +294,7 @@ class HFTarget(SharedTarget):
 
     def _require_history(self) -> History:
         if self._history is None:
-            raise ValueError("there is no history; call start() with the prompt first")
+            raise ValueError(NO_HISTORY)
         return self._history
 
     def _new_history(self, rows: int, columns: int) -> History:

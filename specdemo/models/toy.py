@@ -6,7 +6,7 @@ B rows, T prompt tokens, N draft nodes, S = N + 1 slots, V vocabulary, H hidden,
 import torch
 from torch import Tensor, nn
 
-from specdemo.core.protocol import UNLIMITED, Capabilities, Forward
+from specdemo.core.protocol import NO_HISTORY, UNLIMITED, Capabilities, Forward
 from specdemo.kv.graphs import Tensors
 from specdemo.kv.masks import AttentionKind, chain_mask
 from specdemo.kv.view import View
@@ -71,7 +71,7 @@ class ToyTarget(SharedTarget):
 
     def forward(self, tokens: Tensor, parents: Tensor, taps: tuple[int, ...] = ()) -> Forward:
         if not self._history:
-            raise ValueError("there is no history; call start() with the prompt first")
+            raise ValueError(NO_HISTORY)
         self._slots = tokens.clamp_min(0)
         return self._forward(self._windows(parents), taps, slice(None))
 

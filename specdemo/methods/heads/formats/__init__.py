@@ -49,6 +49,12 @@ def check_draft_vocab(name: str, config: Config, tensors: Mapping[str, Tensor], 
         raise ValueError(f"{name} has a draft vocabulary but no tensor d2t; fetch it again")
 
 
+def check_mask_token(name: str, mask: int, vocab_size: int) -> None:
+    """Raise ValueError, one line, for a mask token that has no embedding in the target."""
+    if not 0 <= mask < vocab_size:
+        raise ValueError(f"the mask token {mask} of {name} is not in a vocabulary of {vocab_size}")
+
+
 def base_model(checkpoint: Checkpoint) -> str:
     """Return the target named in the config."""
     verifier = (checkpoint.config.get("speculators_config") or {}).get("verifier") or {}

@@ -32,6 +32,7 @@ from specdemo.methods.heads.formats import (
     LAYER_KEYS,
     MASK_KEYS,
     check_draft_vocab,
+    check_mask_token,
     check_target,
     contradiction,
     count_numbered,
@@ -250,8 +251,8 @@ def _check(checkpoint: Checkpoint, config: Config, tensors: Tensors, target: Tar
     check_target(checkpoint, hidden_size=(config["hidden_size"], target.hidden_size))
     check_target(checkpoint, vocabulary=(config.get("vocab_size", vocab_size), vocab_size))
     check_target(checkpoint, layers=(config.get("num_target_layers", target.num_layers), target.num_layers))
-    if "mask_embedding" not in tensors and not 0 <= mask < vocab_size:
-        raise ValueError(f"the mask token {mask} of {name} is not in a vocabulary of {vocab_size}")
+    if "mask_embedding" not in tensors:
+        check_mask_token(name, mask, vocab_size)
 
 
 def _taps(name: str, config: Config, tensors: Tensors, target: Target) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ from specdemo.methods.heads.formats import (
     MASK_KEYS,
     base_model,
     check_draft_vocab,
+    check_mask_token,
     check_target,
     contradiction,
     count_numbered,
@@ -120,8 +121,7 @@ def _mask(checkpoint: Checkpoint, tensors: dict[str, Tensor], vocab_size: int) -
     if MASK_HIDDEN not in tensors or mask is None:
         missing = "mask_token_id in its config" if mask is None else MASK_HIDDEN
         raise ValueError(f"{checkpoint.name} is P-EAGLE, but lacks {missing}; fetch config.json and weights again")
-    if not 0 <= mask < vocab_size:
-        raise ValueError(f"the mask token {mask} of {checkpoint.name} is not in a vocabulary of {vocab_size}")
+    check_mask_token(checkpoint.name, mask, vocab_size)
     tensors[MASK_HIDDEN] = tensors[MASK_HIDDEN].reshape(-1)
     return mask
 
