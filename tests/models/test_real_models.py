@@ -158,7 +158,7 @@ WITH_EAGLE = "router adaptive gated".split()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_every_method_writes_the_text_of_plain_decoding_in_bfloat16_and_others_in_every_dtype(smollm2_folder, dtype):
+def test_methods_write_the_text_of_plain_decoding_in_every_dtype(smollm2_folder, dtype):
     lanes = [{"method": name, "k": 3} for name in ALONE]
     lanes += [{"method": name, "model": model, "k": 2, "options": options} for name, model, options in HEADS]
     lanes += [{"method": name, "model": HEADS[0][1], "options": {"drafter": "eagle"}} for name in WITH_EAGLE]
