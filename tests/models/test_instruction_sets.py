@@ -18,7 +18,8 @@ MORE = "models/test_causal models/test_cpu_plan models/test_target".split()
 # llama.cpp has one instruction set; a replay has no other operations, and transformers computes the tiny models' layers
 LEFT_OUT = "not gguf and not smaller and not recorded and not every_other_method and not sampled_text"
 # other sets than the newest emulate float16
-EMULATED = "tests/models/test_real_models.py::test_methods_write_the_text_of_plain_decoding_in_every_dtype[float16]"
+EVERY_METHOD = "test_every_method_writes_the_text_of_plain_decoding_in_every_dtype"
+EMULATED = f"tests/models/test_real_models.py::{EVERY_METHOD}[float16]"
 
 
 @pytest.mark.parametrize("name", ["AVX2", pytest.param("DEFAULT", marks=pytest.mark.release)])
