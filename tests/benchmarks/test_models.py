@@ -70,7 +70,7 @@ def test_a_call_continues_with_the_missing_kinds_of_work(smollm2_gguf, tmp_path,
     pytest.importorskip("llama_cpp")
     monkeypatch.setattr(models, "work_prompts", lambda: {key: ["Describe birds."] for key in work_prompts()})
     monkeypatch.setattr(models, "WARM_UP_TOKENS", 2)
-    settings = {"folder": tmp_path, "prompts": 2, "new_tokens": 14, "models": "Q4_1", "work": "chat"}
+    settings = {"folder": tmp_path, "prompts": 3, "new_tokens": 14, "models": "Q4_1", "work": "chat"}
     chosen = suite("models", **settings)
     result = chosen.run(silent, never_cancelled)
     lanes = {row["lane"]: row for row in result.rows}
