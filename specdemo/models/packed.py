@@ -462,6 +462,8 @@ def _layout_for_several_rows(
         return PLAIN
     if copies:
         return Layout(form, plain_rows=_plain_rows(sample, form))
+    if packed_dtype(sample[0].weight.dtype) != sample[0].weight.dtype:
+        return PLAIN  # the others are in float32, and larger
     layouts = PLAIN, *map(Layout, FORMS)
     return min(layouts, key=lambda layout: sum(seconds[layout.wide or "plain", rows] for rows in (1, WIDE_ROWS)))
 

@@ -263,6 +263,14 @@ def test_the_layout_is_the_best_for_one_row_then_for_several(monkeypatch, change
     assert module._measured_layout([torch.nn.Linear(8, 8)], copies) == layout
 
 
+def test_weights_do_not_grow_to_float32_where_memory_is_short(monkeypatch):
+    monkeypatch.setattr(module, "layout_seconds", lambda *arguments: SECONDS)
+    monkeypatch.setattr(module, "packed_dtype", lambda dtype: torch.float32)
+    linears = [torch.nn.Linear(8, 8, dtype=torch.bfloat16)]
+    assert module._measured_layout(linears, copies=False) == module.PLAIN
+    assert module._measured_layout(linears, copies=True) == module.Layout("packed", plain_rows=3)
+
+
 def test_a_model_is_loaded_with_either_kind_of_kernels():
     assert kernels(load_model("stories-draft-deep").model).startswith("fused")
     assert kernels(load_model("stories-draft-deep", kernels="transformers").model) == "transformers"
