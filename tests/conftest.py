@@ -1,9 +1,11 @@
+import ctypes
 import gc
 import os
 import shutil
 import signal
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: two threads are very slow next to other programs
@@ -39,6 +41,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     examples = 5_000 if config.getoption("--all") else 50
     settings.register_profile("hardening", settings.get_profile("fixed"), max_examples=examples)
+    if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":
+        use_avx2_in_fbgemm()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a shell, whose processes inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.platform == "linux" and not hasattr(config, "workerinput"):
@@ -47,6 +51,15 @@ def pytest_configure(config):
         folder = tempfile.mkdtemp(prefix="specdemo-tests-", suffix=f"-{os.getpid()}")
         os.environ[FOLDER] = folder  # workers inherit it
         config.add_cleanup(lambda: shutil.rmtree(folder))
+
+
+def use_avx2_in_fbgemm():
+    """Choose the kernels for AVX2 of the library behind products in float16, which reads no variable."""
+    import torch
+
+    library = ctypes.CDLL(str(next(Path(torch.__file__).parent.glob("lib/*torch_cpu.*"))))
+    with suppress(AttributeError):  # not a part of the interface
+        library["_ZN6fbgemm14fbgemmForceIsaENS_10inst_set_tE"](1)
 
 
 def pytest_ignore_collect(collection_path, config):

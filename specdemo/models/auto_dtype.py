@@ -18,7 +18,16 @@ from specdemo.costs.shapes import HEADROOM
 from specdemo.models.cpu_threads import threads
 from specdemo.models.gguf_files import is_here
 from specdemo.models.memory import Precision, estimate_footprint, resolve_placement
-from specdemo.models.packed import PADDED_ROWS, SAMPLE_BYTES, WIDE_ROWS, layout_seconds, make_linear
+from specdemo.models.packed import (
+    ONE_ROW_FORMS,
+    PADDED_ROWS,
+    SAMPLE_BYTES,
+    WIDE_ROWS,
+    fit_float16,
+    has_float16_products,
+    layout_seconds,
+    make_linear,
+)
 from specdemo.models.ref import ModelRef
 from specdemo.models.sources import PICKLED, LoadProgress, Repository, fetch_config, locate, no_progress, read_config
 
@@ -76,9 +85,13 @@ def faster_precision(folder: Path, precision: Precision, padded: bool) -> tuple[
         return precision, ""
     one, wide = {}, {}
     for dtype in DTYPES:
+        linears = [make_linear(matrix.to(dtype), None) for matrix in matrices]
+        forms = ONE_ROW_FORMS if has_float16_products() and fit_float16(linears) else ONE_ROW_FORMS[:1]
         with torch.no_grad(), threads(1):  # whose CPU time does not include other programs
-            seconds = layout_seconds([make_linear(matrix.to(dtype), None) for matrix in matrices], ROWS)
-        rows = {("packed", PADDED_ROWS)} if padded else {("plain", 1), ("packed", 1), ("packed", PADDED_ROWS)}
+            seconds = layout_seconds(linears, ROWS, forms)
+        rows = {("packed", PADDED_ROWS)}
+        if not padded:
+            rows |= {("plain", 1), *((form, 1) for form in forms)}
         one[dtype] = min((seconds[key] for key in rows if key in seconds), default=float("inf"))
         wide[dtype] = min(s for (_, count), s in seconds.items() if count == WIDE_ROWS)
     fast, slow = sorted(DTYPES, key=one.__getitem__)

@@ -2,8 +2,9 @@
 All of it is measured on the model itself.
 
 A token's logits are the same bits in a pass over one token and in a pass over k + 1, if three conditions hold:
-products use packed weights and at least four rows; attention reads keys in numbers that do not change the order of its
-sums, with at least four query rows; everything else works row by row. `PassShape` describes such passes.
+products use packed weights and at least four rows, or weights in float16 on AVX-512; attention reads keys in numbers
+that do not change the order of its sums, on some processors with at least four query rows; everything else works row by
+row. `PassShape` describes such passes.
 """
 
 from collections.abc import Sequence
@@ -28,11 +29,9 @@ from specdemo.models.packed import (
     PADDED_ROWS,
     PLAIN,
     Layout,
-    PackedHead,
     choose_layout,
-    fast_norm,
+    faster_parts,
     linears_of,
-    pack_part,
     packed_dtype,
     replace,
 )
@@ -115,9 +114,10 @@ def pack_model(model: PreTrainedModel, layout: Layout | None = None, text: Seque
         expected, own = _probe(model, text, count), _probe(model, text, count - 1)
     except Exception:  # a family with other inputs, or a context of one token: nothing to compare with
         return ""
-    replace(decoder, lambda part: fast_norm(pack_part(part, layout)))
-    if plain_head is not None and layout.wide:
-        model.set_output_embeddings(PackedHead(plain_head, layout))
+    faster = faster_parts(decoder, layout, plain_head)
+    replace(decoder, faster)
+    if plain_head is not None:
+        model.set_output_embeddings(faster(plain_head))
     note = ""
     try:
         packed, layers = _probe(model, text, count), model.config.get_text_config(decoder=True).num_hidden_layers

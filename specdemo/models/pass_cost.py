@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from math import inf
 from operator import truediv
@@ -20,7 +21,7 @@ from specdemo.models.cpu_plan import CpuPlan, CpuSettings, cpu_plan, pass_shape
 from specdemo.models.cpu_threads import step_threads, threads
 from specdemo.models.devices import device_kind
 from specdemo.models.machine import clock
-from specdemo.models.packed import PADDED_ROWS, PADDING_LIMIT
+from specdemo.models.packed import PADDED_ROWS, PADDING_LIMIT, float16_rows_agree
 from specdemo.models.sources import LoadProgress, no_progress
 from specdemo.models.target import HFTarget
 
@@ -198,22 +199,26 @@ def plan_passes(target: HFTarget, settings: CpuSettings) -> tuple[str, ...]:
 @torch.no_grad()
 def one_kernel_shape(target: HFTarget, required: bool) -> PassShape:
     """Return the shape of passes that makes the logits of every width the same bits, the ordinary shape if there is
-    none, or unless required, if it makes a one-token pass slower than PADDING_LIMIT allows."""
+    none, or unless required, if its padding makes a one-token pass slower than PADDING_LIMIT allows."""
     plan, config = cpu_plan(target.model), target.layer_config
     on_cpu = device_kind(target.device).host
-    if not target.capabilities.trees or (on_cpu and plan.layout.rows < PADDED_ROWS):
+    unpadded = plan.layout.wide == "float16" and float16_rows_agree()
+    if not target.capabilities.trees or (on_cpu and plan.layout.rows < PADDED_ROWS and not unpadded):
         return PassShape()
-    key = type(target.model), str(sorted(config.items(), key=str)), target.dtype, plan.threads, required, target.device
+    kind = type(target.model), str(sorted(config.items(), key=str)), target.dtype, target.device
+    key = kind, plan.layout, plan.threads, required
     if key not in CpuPlan.shapes:
         sizes = tuple({size for _, size in target.kv_shapes.values()})
         shape = pass_shape(target.dtype, sizes) if on_cpu else PassShape(device_kind(target.device).exact_slots)
+        if unpadded:
+            shape = replace(shape, slots=1)
         kinds = list(config.get("layer_types") or ["all"])
         some = max(MIN_LAYERS, *(1 + kinds.index(kind) for kind in kinds)) if on_cpu else target.num_layers
         layers = min(target.num_layers, some)
         plan.shape = shape
         with step_threads(target):
             same = has_same_bits(target, layers)
-        suitable = same and (required or padding_cost(target, shape) <= PADDING_LIMIT)
+        suitable = same and (required or unpadded or padding_cost(target, shape) <= PADDING_LIMIT)
         CpuPlan.shapes[key] = shape if suitable else PassShape()
     return CpuPlan.shapes[key]
 

@@ -17,7 +17,7 @@ from specdemo.models import cpu_threads, pass_cost
 from specdemo.models.cpu_plan import CpuPlan, CpuSettings, cpu_plan, key_tails
 from specdemo.models.cpu_threads import ThreadLimit, thread_counts, threads, usable_cores
 from specdemo.models.fused import fuse_layers
-from specdemo.models.packed import Layout, PackedLinear, packed_dtype
+from specdemo.models.packed import Layout, PackedLinear, float16_rows_agree, has_float16_products, packed_dtype
 from specdemo.models.pass_cost import fastest_threads, plan_passes
 from specdemo.models.target import HFTarget
 from tests.models.tiny import force_layout
@@ -51,8 +51,8 @@ def has_bf16():
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.skipif(not has_bf16(), reason="no bfloat16"))]
 
 
-def exact_target(monkeypatch, name, dtype):
-    force_layout(monkeypatch, PADDED)
+def exact_target(monkeypatch, name, dtype, layout=PADDED):
+    force_layout(monkeypatch, layout)
     monkeypatch.setattr(CpuPlan, "shapes", {})
     made = model(name, dtype)
     fuse_layers(made)
@@ -97,6 +97,23 @@ def test_logits_are_the_same_bits_at_every_width(monkeypatch, name, dtype):
     target = exact_target(monkeypatch, name, dtype)
     different = differing(target, (1, 127, 252, 255, 380, 511), (1, 2, 3, 4, 5, 9, 17))
     assert target.facts.same_bits is (different == [])
+
+
+@pytest.mark.skipif(not has_float16_products() or not float16_rows_agree(), reason="no such products here")
+def test_passes_with_weights_in_float16_need_no_padding_for_the_same_bits(monkeypatch):
+    target = exact_target(monkeypatch, "qwen3-8x128", torch.bfloat16, Layout("float16"))
+    assert cpu_plan(target.model).shape.slots == 1
+    assert target.facts.same_bits is (differing(target, (1, 127, 252, 255, 380, 511), (1, 2, 3, 4, 5, 9, 17)) == [])
+
+
+def test_products_whose_bits_depend_on_the_number_of_rows_are_noticed(monkeypatch):
+    monkeypatch.setattr(pass_cost, "float16_rows_agree", lambda: False)
+    force_layout(monkeypatch, Layout("float16"))
+    made = model("llama-3x64", torch.float32)
+    fuse_layers(made, PADDED)
+    cpu_plan(made).layout = Layout("float16")
+    plan_passes(HFTarget(made), CpuSettings())
+    assert not cpu_plan(made).same_bits
 
 
 @pytest.mark.release

@@ -227,7 +227,7 @@ def test_weights_in_bfloat16_are_wide_in_float32_where_the_processor_needs_it(mo
 def test_an_outline_neither_takes_nor_leaves_the_layout_of_its_shapes(monkeypatch):
     monkeypatch.setattr(module, "LEAST_BYTES", 0)
     monkeypatch.setattr(module.Layout, "of_weights", {})
-    monkeypatch.setattr(module, "_measured_layout", lambda linears, copies: module.Layout("packed"))
+    monkeypatch.setattr(module, "_measured_layout", lambda *given: module.Layout("packed"))
     outline = torch.nn.Sequential(torch.nn.Linear(32, 8, device="meta"))
     assert type(pack(outline)[0]) is torch.nn.Linear
     assert not module.Layout.of_weights
@@ -238,6 +238,8 @@ def test_an_outline_neither_takes_nor_leaves_the_layout_of_its_shapes(monkeypatc
 SECONDS = {("plain", 1): 1.0, ("plain", 2): 1.1, ("plain", 3): 1.2, ("plain", 4): 3.5, ("plain", 5): 4.0}
 SECONDS |= {("transposed", 1): 1.1, ("transposed", 2): 1.3, ("transposed", 5): 3.9}
 SECONDS |= {("packed", 1): 1.2, ("packed", 2): 1.25, ("packed", 3): 1.3, ("packed", 4): 1.3, ("packed", 5): 1.4}
+FAST = {("float16", 1): 0.8, ("float16", 5): 1.0}
+SLOW = {("float16", 1): 1.1, ("float16", 2): 1.15, ("float16", 3): 1.2, ("float16", 5): 1.3}
 
 
 @pytest.mark.parametrize(
@@ -256,19 +258,72 @@ SECONDS |= {("packed", 1): 1.2, ("packed", 2): 1.25, ("packed", 3): 1.3, ("packe
         ({("packed", 4): 1.05}, True, module.Layout("packed", rows=4)),
         ({("packed", 1): 0.9, ("packed", 4): 0.95}, True, module.Layout("packed")),
         ({("packed", 1): 0.9, ("packed", 4): 0.94}, True, module.Layout("packed", rows=4)),
+        (FAST, True, module.Layout("float16")),
+        (FAST | {("packed", 4): 0.83}, True, module.Layout("packed", rows=4)),
+        (FAST | {("packed", 1): 0.83, ("packed", 5): 0.9}, True, module.Layout("packed")),  # as fast for one row
+        (FAST | {("plain", 1): 0.83}, True, module.Layout("float16")),  # without a second copy
+        (SLOW, True, module.Layout("float16", plain_rows=3)),
+        (SLOW, False, module.Layout("float16")),
     ],
 )
 def test_the_layout_is_the_best_for_one_row_then_for_several(monkeypatch, changes, copies, layout):
     monkeypatch.setattr(module, "layout_seconds", lambda *arguments: SECONDS | changes)
-    assert module._measured_layout([torch.nn.Linear(8, 8)], copies) == layout
+    assert module._measured_layout([torch.nn.Linear(8, 8)], module.FORMS, copies) == layout
 
 
 def test_weights_do_not_grow_to_float32_where_memory_is_short(monkeypatch):
     monkeypatch.setattr(module, "layout_seconds", lambda *arguments: SECONDS)
     monkeypatch.setattr(module, "packed_dtype", lambda dtype: torch.float32)
     linears = [torch.nn.Linear(8, 8, dtype=torch.bfloat16)]
-    assert module._measured_layout(linears, copies=False) == module.PLAIN
-    assert module._measured_layout(linears, copies=True) == module.Layout("packed", plain_rows=3)
+    assert module._measured_layout(linears, module.FORMS, copies=False) == module.PLAIN
+    assert module._measured_layout(linears, module.FORMS, copies=True) == module.Layout("packed", plain_rows=3)
+    monkeypatch.setattr(module, "layout_seconds", lambda *arguments: SECONDS | SLOW)
+    assert module._measured_layout(linears, module.FORMS, copies=False) == module.Layout("float16")  # as large
+
+
+FLOAT16 = pytest.mark.skipif(not module.has_float16_products(), reason="this torch has no products in float16")
+
+
+@FLOAT16
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("plain_rows", [0, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_of_weights_in_float16_round_as_float32_does(dtype, plain_rows, bias):
+    generator = torch.Generator().manual_seed(0)
+    linear = torch.nn.Linear(48, 33, bias).bfloat16().to(dtype).requires_grad_(False)
+    (layer,) = module.pack_linears([linear], module.Layout("float16", plain_rows))
+    assert (layer.dtype, layer.row_bytes) == (dtype, 48 * 33 * (dtype.itemsize if plain_rows else 2))
+    assert layer.bytes == 48 * 33 * (2 + dtype.itemsize * bool(plain_rows)) + 33 * dtype.itemsize * bias
+    for rows in (1, 2, 3, 5, 8):
+        x = torch.randn(1, rows, 48, generator=generator).to(dtype)
+        exact = torch.nn.functional.linear(x.double(), linear.weight.double(), linear.bias.double() if bias else None)
+        assert layer(x).dtype == dtype
+        tolerance = 1e-6 if dtype == torch.float32 else 0.01
+        torch.testing.assert_close(layer(x).double(), exact, rtol=tolerance, atol=tolerance)
+    again = copy.deepcopy(layer)
+    torch.testing.assert_close(again.weight, linear.weight, rtol=0.0, atol=2.0**-25)
+    assert torch.equal(again.bias, linear.bias) if bias else again.bias is None
+
+
+@pytest.mark.parametrize(
+    ("weight", "fits"),
+    [
+        (torch.randn(64, 64).bfloat16().float(), True),
+        (torch.randn(64, 64).half().float(), True),
+        (torch.randn(64, 64), False),  # trained in float32
+        (torch.randn(64, 64).bfloat16().float() * 2.0**-15, False),  # below the range of float16
+        (torch.full((64, 64), 70_000.0), False),  # above it
+    ],
+)
+def test_float16_is_for_weights_that_it_holds(monkeypatch, weight, fits):
+    linears = [module.make_linear(torch.eye(8), None), module.make_linear(weight, None)]
+    assert module.fit_float16(linears) is fits
+    monkeypatch.setattr(module, "LEAST_BYTES", 0)
+    monkeypatch.setattr(module, "SAMPLE_BYTES", 0)  # the first layer, which fits
+    monkeypatch.setattr(module, "has_float16_products", lambda: True)
+    monkeypatch.setattr(module.Layout, "of_weights", {})
+    monkeypatch.setattr(module, "_measured_layout", lambda sample, forms, copies: module.Layout(forms[-1]))
+    assert module.choose_layout(linears) == module.Layout("float16" if fits else "transposed")
 
 
 def test_a_model_is_loaded_with_either_kind_of_kernels():

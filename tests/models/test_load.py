@@ -358,7 +358,7 @@ def test_auto_is_the_dtype_whose_plain_decoding_is_faster(
     folder, tmp_path, monkeypatch, seconds, stored, bit_exact, expected
 ):
     times = dict(zip(auto_dtype.DTYPES, seconds, strict=True))
-    monkeypatch.setattr(auto_dtype, "layout_seconds", lambda linears, counts: times[linears[0].weight.dtype])
+    monkeypatch.setattr(auto_dtype, "layout_seconds", lambda linears, *runs: times[linears[0].weight.dtype])
     monkeypatch.setattr(auto_dtype, "LEAST_SIZE", 1)
     monkeypatch.setattr(auto_dtype, "SAMPLE_BYTES", 0)
     copied = shutil.copytree(folder, tmp_path / "model")
@@ -395,7 +395,7 @@ def test_auto_is_float32_where_bfloat16_does_not_continue_a_text(folder, monkeyp
 
 def test_auto_compares_plain_products_where_bit_exact_finds_no_packed_ones(folder, monkeypatch):
     times = dict(zip(auto_dtype.DTYPES, (PLAIN_ONLY, HALF), strict=True))
-    monkeypatch.setattr(auto_dtype, "layout_seconds", lambda linears, counts: times[linears[0].weight.dtype])
+    monkeypatch.setattr(auto_dtype, "layout_seconds", lambda linears, *runs: times[linears[0].weight.dtype])
     monkeypatch.setattr(auto_dtype, "LEAST_SIZE", 1)
     precision, sentence = auto_dtype.faster_precision(Path(folder), Precision(torch.float32), padded=True)
     assert precision.dtype == torch.bfloat16

@@ -7,6 +7,7 @@ from itertools import islice, pairwise
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from specdemo.__main__ import main
 from specdemo.core.protocol import Budget, GenerationConfig
@@ -16,9 +17,12 @@ from specdemo.engine.session import Session
 from specdemo.methods import load_drafter, method, model_method
 from specdemo.models import llamacpp_target
 from specdemo.models.cpu_plan import CpuSettings
+from specdemo.models.fused import fuse_layers
 from specdemo.models.load import load_model, load_target
+from specdemo.models.packed import Layout, has_float16_products
 from specdemo.models.prefix_reuse import with_prefix_cache
 from specdemo.models.ref import ModelRef
+from specdemo.models.target import HFTarget
 from specdemo.models.text import encode
 from specdemo.presets.drafters import drafters_of
 from specdemo.presets.files import load_presets, preset
@@ -151,6 +155,16 @@ def test_output_of_a_folder_is_that_of_transformers(smollm2_folder, folder_targe
     expected = reference.model.generate(prompt, max_new_tokens=16, do_sample=False)[0, prompt.shape[1] :].tolist()
     for name in ("none", "ngram", "layer_skip"):
         assert generated(folder_target, prompt, name, 16, Budget(4, 12))[0] == expected, name
+
+
+@pytest.mark.skipif(not has_float16_products(), reason="this torch has no products in float16")
+def test_output_with_weights_in_float16_is_that_of_transformers(smollm2_folder, folder_target):
+    model = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.bfloat16).float().eval()
+    prompt = torch.tensor([encode(folder_target.tokenizer, [{"role": "user", "content": CHATS[2]}], 200)])
+    expected = model.generate(prompt, max_new_tokens=16, do_sample=False)[0, prompt.shape[1] :].tolist()
+    assert fuse_layers(model, Layout("float16")) == ""
+    for name in ("none", "ngram"):
+        assert generated(HFTarget(model), prompt, name, 16, Budget(4, 4))[0] == expected, name
 
 
 ALONE = "ngram suffix lookahead layer_skip".split()  # methods without a model

@@ -199,7 +199,7 @@ def force_layout(monkeypatch, layout):
     """Give all weights on a CPU this layout, without a measurement."""
     monkeypatch.setattr(packed, "LEAST_BYTES", 0)
     monkeypatch.setattr(packed.Layout, "of_weights", {})
-    monkeypatch.setattr(packed, "_measured_layout", lambda linears, copies: layout)
+    monkeypatch.setattr(packed, "_measured_layout", lambda *given: layout)
 
 
 class Replayed:
