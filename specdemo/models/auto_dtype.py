@@ -1,9 +1,9 @@
 """Precision of a model at dtype `auto`: bfloat16 on a GPU. On a CPU float32, and for a model in bfloat16 what fits into
 the free memory, then the faster one, measured on its own weights.
 
-Processors without bf16 instructions read half the bytes for one token, but emulate products over several tokens, or do
-them in float32 where memory allows a second copy (models/packed.py). So the faster dtype of plain decoding may be the
-slower one of verification; dtype `auto` takes the faster plain decoding.
+Processors without bf16 instructions emulate products, or do them in float32, with weights in float16 or where memory
+allows a second copy (models/packed.py). The faster dtype of plain decoding may be the slower one of verification; dtype
+`auto` takes the faster plain decoding.
 """
 
 from dataclasses import replace

@@ -57,7 +57,7 @@ class Layout:
     of_weights: ClassVar[dict[object, "Layout"]] = {}  # shapes and dtype -> layout, so that all copies of a model agree
 
     def __str__(self) -> str:
-        name = self.wide or "plain"
+        name = {"": "plain", "float16": "float16, with products in float32"}.get(self.wide, self.wide)
         if self.wide and self.plain_rows:
             name = f"plain up to {counted(self.plain_rows, 'row')}, {self.wide} above"
         return f"{name} ({self.reason})" if self.reason else name
