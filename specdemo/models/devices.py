@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from specdemo.core.generation import SHORT, dtype_name
-from specdemo.core.protocol import UNLIMITED
 from specdemo.core.suggest import DEVICES, suggest
 from specdemo.kv.graphs import BYTES_PER_OWNER, GraphCapture, new_capture
 
+QUERY_BLOCK = 32  # rows that torch's attention kernel for CPUs takes at once; a rest of one row adds in another order
 EXACT_SLOTS = 16  # of a GPU: passes over up to so many slots cost about what one costs; wider ones round differently
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -34,7 +34,7 @@ class DeviceKind:
     triton: bool = False  # runs kernels that Triton compiled
     nvml: bool = False  # NVIDIA's library may know its clock
     row_sequences: bool = False  # its attention kernels read the keys of a row, of all heads, as one sequence
-    exact_slots: int = UNLIMITED  # the widest pass that may give the same bits as one over a single token
+    exact_slots: int = QUERY_BLOCK  # the widest pass that may give the same bits as one over a single token
     separate_memory: bool = False  # has its own memory; main memory can hold layers that do not fit
     tested: bool = False  # on hardware
 

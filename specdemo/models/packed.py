@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from math import frexp
 from timeit import timeit
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -66,7 +67,8 @@ class Layout:
 PLAIN = Layout()
 FORMS = "packed", "transposed", "float16"  # of weights for several rows
 ONE_ROW_FORMS = "packed", "float16"  # those that may be the fastest for one row too
-FLOAT16_ROUNDING = 2.0**-24  # most change of a matrix in float16, in its norm: the rounding of one float32 operation
+FLOAT16_ROUNDING = 2.0**-22  # most change of a row in float16, in its norm: four roundings of float32
+FLOAT16_EXPONENT = 15  # of the largest weight that is scaled for float16
 
 
 class PackedLinear(nn.Module):
@@ -88,8 +90,11 @@ class PackedLinear(nn.Module):
         if self._form == "transposed":
             self._wide, self._multiply = weight.T.to(wide_dtype).contiguous(), _multiply_transposed
         elif self._form == "float16":
-            self._wide = torch.ops.quantized.linear_prepack_fp16(weight.to(wide_dtype), self._wide_bias)
-            self._multiply, self._wide_itemsize = _multiply_float16, torch.float16.itemsize
+            scale = self._scale = float16_scale(weight) or 1.0
+            bias = None if self._wide_bias is None else self._wide_bias * scale
+            self._wide = torch.ops.quantized.linear_prepack_fp16(weight.to(wide_dtype) * scale, bias)
+            self._multiply = _multiply_float16 if scale == 1.0 else partial(_multiply_scaled, 1.0 / scale)
+            self._wide_itemsize = torch.float16.itemsize
         else:
             self._wide = torch.ops.mkldnn._reorder_linear_weight(weight.to(wide_dtype), WIDE_ROWS)
             self._multiply = torch.ops.mkldnn._linear_pointwise.default
@@ -118,7 +123,7 @@ class PackedLinear(nn.Module):
         if self._form == "transposed":
             weight = self._wide.T.contiguous().to(self.dtype)
         elif self._form == "float16":
-            weight = torch.ops.quantized.linear_unpack_fp16(self._wide)[0].to(self.dtype)
+            weight = (torch.ops.quantized.linear_unpack_fp16(self._wide)[0] / self._scale).to(self.dtype)
         else:
             weight = self._wide.to_dense(self.dtype)
         return make_linear(weight, None if self._bias is None else self._bias.clone())
@@ -133,8 +138,15 @@ def _multiply_transposed(x: Tensor, weight: Tensor, bias: Tensor | None, *operat
 
 def _multiply_float16(x: Tensor, weight: Any, bias: Tensor | None, *operation: object) -> Tensor:
     """Return x W^T + b for a packed weight in float16, which holds the bias too."""
+    if x.ndim < 2:
+        return _multiply_float16(x[None], weight, bias)[0]
     product: Tensor = torch.ops.quantized.linear_dynamic_fp16.default(x, weight)
     return product
+
+
+def _multiply_scaled(factor: float, x: Tensor, weight: Any, bias: Tensor | None, *operation: object) -> Tensor:
+    """Return the product with a weight and a bias that were scaled by 1 / factor, a power of two."""
+    return _multiply_float16(x, weight, bias).mul_(factor)
 
 
 @lru_cache
@@ -329,7 +341,7 @@ def pack_linears(linears: Sequence[nn.Linear], layout: Layout, head: nn.Linear |
 
     if layout.wide != "float16":
         return [*map(packed, linears)]
-    with ThreadPoolExecutor(usable_cores()) as pool:  # FBGEMM packs 0.1 billion weights per second with one thread
+    with ThreadPoolExecutor(usable_cores()) as pool:  # a thread packs 0.1 billion weights per second
         return list(pool.map(packed, linears))
 
 
@@ -470,9 +482,13 @@ def _known_layout(
     return Layout.of_weights[key]
 
 
-@lru_cache
 def has_float16_products() -> bool:
     """Return whether this torch multiplies float32 inputs by weights in float16, as FBGEMM on x86 does."""
+    return _engine_has_float16(torch.backends.quantized.engine)
+
+
+@lru_cache
+def _engine_has_float16(engine: str) -> bool:
     try:
         torch.ops.quantized.linear_prepack_fp16(torch.zeros(8, 8), None)
     except (AttributeError, RuntimeError, NotImplementedError):
@@ -493,18 +509,28 @@ def float16_rows_agree() -> bool:
 
 
 def fit_float16(linears: Sequence[nn.Linear]) -> bool:
-    """Return whether float16 holds these weights: it changes every matrix by less than float32 rounds. So it is for
-    nearly all models stored in 16 bits, and not for those stored in float32."""
-    return all(_fits_float16(linear.weight.detach()) for linear in linears)
+    """Return whether float16 holds these weights, as it does for nearly all models stored in 16 bits, and not for those
+    stored in float32."""
+    return all(float16_scale(linear.weight.detach()) > 0.0 for linear in linears)
 
 
-def _fits_float16(weight: Tensor) -> bool:
-    changes, norms = [], []
+def float16_scale(weight: Tensor) -> float:
+    """Return the power of two with which float16 holds a matrix, 1.0 where it does as it is: no row changes by more
+    than `FLOAT16_ROUNDING`. 0.0 if there is none."""
+    if _holds(weight, 1.0):
+        return 1.0
+    exponent = frexp(float(weight.abs().max()))[1]
+    scale = 2.0 ** (FLOAT16_EXPONENT - exponent)
+    return scale if _holds(weight, scale) else 0.0
+
+
+def _holds(weight: Tensor, scale: float) -> bool:
     for part in weight.split(max(1, CACHED_NUMBERS // weight.shape[1])):
-        wide = part.float()
-        changes.append(torch.dist(wide, wide.half().float()))
-        norms.append(wide.norm())
-    return bool(torch.stack(changes).norm() <= FLOAT16_ROUNDING * torch.stack(norms).norm())
+        wide = part.float() if scale == 1.0 else part.float() * scale
+        change = (wide - wide.half().float()).norm(dim=1)
+        if not bool((change <= FLOAT16_ROUNDING * wide.norm(dim=1)).all()):
+            return False
+    return True
 
 
 def _measured_layout(sample: Sequence[nn.Linear], forms: Sequence[str], copies: bool) -> Layout:

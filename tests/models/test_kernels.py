@@ -305,25 +305,53 @@ def test_products_of_weights_in_float16_round_as_float32_does(dtype, plain_rows,
     assert torch.equal(again.bias, linear.bias) if bias else again.bias is None
 
 
+NORMAL = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+SPREAD = (NORMAL * torch.logspace(0, -5, 64)[:, None]).bfloat16().float()  # rows of very different size
+
+
 @pytest.mark.parametrize(
-    ("weight", "fits"),
+    ("weight", "held"),
     [
-        (torch.randn(64, 64).bfloat16().float(), True),
-        (torch.randn(64, 64).half().float(), True),
-        (torch.randn(64, 64), False),  # trained in float32
-        (torch.randn(64, 64).bfloat16().float() * 2.0**-15, False),  # below the range of float16
-        (torch.full((64, 64), 70_000.0), False),  # above it
+        (NORMAL.bfloat16().float(), "as it is"),
+        (NORMAL.half().float(), "as it is"),
+        (SPREAD, "scaled"),
+        (NORMAL.bfloat16().float() * 2.0**-20, "scaled"),  # below the range of float16
+        (NORMAL.bfloat16().float() * 2.0**16, "scaled"),  # above it
+        (torch.zeros(64, 64), "as it is"),
+        (NORMAL, "no"),  # trained in float32
+        (NORMAL.bfloat16().float().index_fill(0, torch.tensor([9]), torch.inf), "no"),
+        (NORMAL.bfloat16().float().index_fill(0, torch.tensor([9]), torch.nan), "no"),
     ],
 )
-def test_float16_is_for_weights_that_it_holds(monkeypatch, weight, fits):
+def test_float16_is_for_weights_that_it_holds(monkeypatch, weight, held):
     linears = [module.make_linear(torch.eye(8), None), module.make_linear(weight, None)]
-    assert module.fit_float16(linears) is fits
+    scale = module.float16_scale(weight)
+    assert (scale == 1.0, scale == 0.0) == (held == "as it is", held == "no")
+    assert module.fit_float16(linears) is (held != "no")
     monkeypatch.setattr(module, "LEAST_BYTES", 0)
     monkeypatch.setattr(module, "SAMPLE_BYTES", 0)  # the first layer, which fits
     monkeypatch.setattr(module, "has_float16_products", lambda: True)
     monkeypatch.setattr(module.Layout, "of_weights", {})
     monkeypatch.setattr(module, "_measured_layout", lambda sample, forms, copies: module.Layout(forms[-1]))
-    assert module.choose_layout(linears) == module.Layout("float16" if fits else "transposed")
+    assert module.choose_layout(linears) == module.Layout("float16" if scale else "transposed")
+
+
+@FLOAT16
+@pytest.mark.parametrize("bias", [True, False])
+def test_rows_of_any_size_keep_their_precision_in_float16(bias):
+    linear = torch.nn.Linear(64, 64, bias).requires_grad_(False)
+    linear.weight.copy_(SPREAD)
+    (layer,) = module.pack_linears([linear], module.Layout("float16"))
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
+    exact = torch.nn.functional.linear(x.double(), SPREAD.double(), linear.bias.double() if bias else None)
+    size = x.double().norm(dim=1)[:, None] * SPREAD.double().norm(dim=1) + (linear.bias.abs() if bias else 0.0)
+    assert ((layer(x) - exact).abs() / size).max() < 1e-6
+    torch.testing.assert_close(layer(x[0]), layer(x)[0], rtol=1e-6, atol=1e-6)  # one dimension
+    torch.testing.assert_close(copy.deepcopy(layer).weight, SPREAD, rtol=2.0**-8, atol=0.0)
+
+
+def test_another_engine_of_quantised_products_has_none(monkeypatch):
+    assert not module._engine_has_float16("none") or torch.backends.quantized.engine in ("x86", "fbgemm")
 
 
 def test_a_model_is_loaded_with_either_kind_of_kernels():
