@@ -224,10 +224,8 @@ class _Rows:
 
 
 def _check(target: Target, prompt_ids: Tensor, config: GenerationConfig) -> None:
-    if not isinstance(prompt_ids, Tensor):
-        raise ValueError(f"prompt_ids is a {type(prompt_ids).__name__}; pass a tensor [B, T]: torch.tensor([ids])")
-    if prompt_ids.ndim != 2:
-        raise ValueError(f"prompt_ids must be [B, T], not {list(prompt_ids.shape)}; add a dimension with [None]")
+    if getattr(prompt_ids, "ndim", 0) != 2:
+        raise ValueError("prompt_ids must be a tensor [B, T]; pass torch.tensor([ids]) for a list of ids")
     if prompt_ids.numel() == 0:
         raise ValueError(f"the prompt {EMPTY}")
     rows, limit = len(prompt_ids), target.capabilities.batch

@@ -19,7 +19,7 @@ from specdemo.models.cpu_threads import threads
 from specdemo.models.gguf_files import is_here
 from specdemo.models.memory import Precision, estimate_footprint, resolve_placement
 from specdemo.models.packed import (
-    ONE_ROW_FORMS,
+    FORMS,
     PADDED_ROWS,
     SAMPLE_BYTES,
     WIDE_ROWS,
@@ -86,7 +86,7 @@ def faster_precision(folder: Path, precision: Precision, padded: bool) -> tuple[
     one, wide = {}, {}
     for dtype in DTYPES:
         linears = [make_linear(matrix.to(dtype), None) for matrix in matrices]
-        forms = ONE_ROW_FORMS if has_float16_products() and fit_float16(linears) else ONE_ROW_FORMS[:1]
+        forms = FORMS if has_float16_products() and fit_float16(linears) else FORMS[:1]
         with torch.no_grad(), threads(1):  # whose CPU time does not include other programs
             seconds = layout_seconds(linears, ROWS, forms)
         rows = {("packed", PADDED_ROWS)}

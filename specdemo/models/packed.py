@@ -46,7 +46,7 @@ COPY_GAIN = 0.9  # most time of a wide product with the second copy, in that of 
 class Layout:
     """Layout of the weights of a model on a CPU.
 
-    wide: form of the weights for products with more than `plain_rows` rows: "packed", oneDNN's blocks; "transposed"; or
+    wide: form of the weights for products with more than `plain_rows` rows: "packed", oneDNN's blocks, or
     "float16", FBGEMM's blocks for products in float32. "": all products use the plain weights. rows: fewest rows of a
     product; a pass over fewer tokens is padded. reason: what decided, in words.
     """
@@ -65,8 +65,7 @@ class Layout:
 
 
 PLAIN = Layout()
-FORMS = "packed", "transposed", "float16"  # of weights for several rows
-ONE_ROW_FORMS = "packed", "float16"  # those that may be the fastest for one row too
+FORMS = "packed", "float16"  # of weights
 FLOAT16_ROUNDING = 2.0**-22  # most change of a row in float16, in its norm: four roundings of float32
 FLOAT16_EXPONENT = 15  # of the largest weight that is scaled for float16
 
@@ -87,9 +86,7 @@ class PackedLinear(nn.Module):
         # not a buffer: a blocked tensor can be neither moved nor saved
         self._wide: Any
         self._multiply: Callable[..., Tensor]
-        if self._form == "transposed":
-            self._wide, self._multiply = weight.T.to(wide_dtype).contiguous(), _multiply_transposed
-        elif self._form == "float16":
+        if self._form == "float16":
             scale = self._scale = float16_scale(weight) or 1.0
             bias = None if self._wide_bias is None else self._wide_bias * scale
             self._wide = torch.ops.quantized.linear_prepack_fp16(weight.to(wide_dtype) * scale, bias)
@@ -120,24 +117,15 @@ class PackedLinear(nn.Module):
         return self._multiply(x, self._wide, self._bias, "none", [], "")
 
     def __deepcopy__(self, memo: dict[int, object]) -> nn.Linear:
-        if self._form == "transposed":
-            weight = self._wide.T.contiguous().to(self.dtype)
-        elif self._form == "float16":
+        if self._form == "float16":
             weight = (torch.ops.quantized.linear_unpack_fp16(self._wide)[0] / self._scale).to(self.dtype)
         else:
             weight = self._wide.to_dense(self.dtype)
         return make_linear(weight, None if self._bias is None else self._bias.clone())
 
 
-def _multiply_transposed(x: Tensor, weight: Tensor, bias: Tensor | None, *operation: object) -> Tensor:
-    """Return x W + b for a transposed weight. operation: none, as oneDNN's product takes it."""
-    rows = x.reshape(-1, len(weight))
-    product = rows @ weight if bias is None else torch.addmm(bias, rows, weight)
-    return product.view(*x.shape[:-1], weight.shape[1])
-
-
 def _multiply_float16(x: Tensor, weight: Any, bias: Tensor | None, *operation: object) -> Tensor:
-    """Return x W^T + b for a packed weight in float16, which holds the bias too."""
+    """Return x W^T + b for a packed weight in float16, which holds the bias too. operation: for oneDNN only."""
     if x.ndim < 2:
         return _multiply_float16(x[None], weight, bias)[0]
     product: Tensor = torch.ops.quantized.linear_dynamic_fp16.default(x, weight)
@@ -462,10 +450,10 @@ def choose_layout(linears: Sequence[nn.Linear], free_bytes: int = 0) -> Layout:
     if len({weight.dtype for weight in weights}) > 1 or weights[0].dtype not in (torch.float32, torch.bfloat16):
         return PLAIN
     sample = _sample(linears)
-    forms = FORMS if has_float16_products() and fit_float16(sample) else FORMS[:-1]
+    forms = FORMS if has_float16_products() and fit_float16(sample) else FORMS[:1]
     layout = _known_layout(linears, sample, forms, free_bytes)
     if layout.wide == "float16" and not fit_float16(linears):
-        layout = _known_layout(linears, sample, FORMS[:-1], free_bytes)
+        layout = _known_layout(linears, sample, FORMS[:1], free_bytes)
     return layout
 
 
@@ -534,22 +522,19 @@ def _holds(weight: Tensor, scale: float) -> bool:
 
 
 def _measured_layout(sample: Sequence[nn.Linear], forms: Sequence[str], copies: bool) -> Layout:
-    one_row = [form for form in ONE_ROW_FORMS if form in forms]
-    seconds = layout_seconds(sample, (1, PADDED_ROWS, WIDE_ROWS), one_row)
+    seconds = layout_seconds(sample, (1, PADDED_ROWS, WIDE_ROWS), forms)
     if ("packed", 1) not in seconds:
         return PLAIN
     layout = _layout_for_one_row(seconds)
     if not layout.wide:
-        seconds = layout_seconds(sample, (1, WIDE_ROWS), forms)  # all again, because speed changes with time
         layout = _layout_for_several_rows(sample, seconds, copies)
     stored = packed_dtype(sample[0].weight.dtype)
     other = "" if stored == sample[0].weight.dtype else f" in {str(stored).removeprefix('torch.')}"
-    measured = [form for form in forms if (form, 1) in seconds]
-    share = {(form, n): seconds[form, n] / seconds["plain", n] for form in measured for n in (1, WIDE_ROWS)}
+    share = {(form, n): seconds[form, n] / seconds["plain", n] for form in forms for n in (1, WIDE_ROWS)}
     reasons = (
         f"{form}{other if form != 'float16' else ''}: {share[form, 1]:.2f} of plain for 1 row, "
         f"{share[form, WIDE_ROWS]:.2f} for {WIDE_ROWS}"
-        for form in measured
+        for form in forms
     )
     return dataclasses.replace(layout, reason="; ".join(reasons))
 
