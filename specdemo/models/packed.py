@@ -67,6 +67,7 @@ class Layout:
 PLAIN = Layout()
 FORMS = "packed", "float16"  # of weights
 FLOAT16_ROUNDING = 2.0**-22  # most change of a row in float16, in its norm: four roundings of float32
+PACKING_THREADS = 8  # each packs up to 0.1 billion weights per second, and holds a matrix in float32
 FLOAT16_EXPONENT = 15  # of the largest weight that is scaled for float16
 
 
@@ -329,7 +330,7 @@ def pack_linears(linears: Sequence[nn.Linear], layout: Layout, head: nn.Linear |
 
     if layout.wide != "float16":
         return [*map(packed, linears)]
-    with ThreadPoolExecutor(usable_cores()) as pool:  # a thread packs 0.1 billion weights per second
+    with ThreadPoolExecutor(min(usable_cores(), PACKING_THREADS)) as pool:
         return list(pool.map(packed, linears))
 
 

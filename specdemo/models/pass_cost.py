@@ -21,7 +21,7 @@ from specdemo.models.cpu_plan import CpuPlan, CpuSettings, cpu_plan, pass_shape
 from specdemo.models.cpu_threads import step_threads, threads
 from specdemo.models.devices import device_kind
 from specdemo.models.machine import clock
-from specdemo.models.packed import PADDED_ROWS, PADDING_LIMIT, float16_rows_agree
+from specdemo.models.packed import PADDED_ROWS, PADDING_LIMIT, Layout, float16_rows_agree
 from specdemo.models.sources import LoadProgress, no_progress
 from specdemo.models.target import HFTarget
 
@@ -202,7 +202,7 @@ def one_kernel_shape(target: HFTarget, required: bool) -> PassShape:
     none, or unless required, if its padding makes a one-token pass slower than PADDING_LIMIT allows."""
     plan, config = cpu_plan(target.model), target.layer_config
     on_cpu = device_kind(target.device).host
-    unpadded = plan.layout.wide == "float16" and float16_rows_agree()
+    unpadded = plan.layout == Layout("float16") and float16_rows_agree()
     if not target.capabilities.trees or (on_cpu and plan.layout.rows < PADDED_ROWS and not unpadded):
         return PassShape()
     kind = type(target.model), str(sorted(config.items(), key=str)), target.dtype, target.device
