@@ -21,6 +21,7 @@ from specdemo.core.protocol import Budget, TargetFacts
 from specdemo.costs.lengths import draft_lengths
 from specdemo.costs.step import CostModel
 from specdemo.engine.comparison import Lane
+from specdemo.models import packed
 from specdemo.models.errors import Cancelled
 from specdemo.models.local_models import DrafterFit
 from specdemo.models.packaged import embedded_folder
@@ -40,6 +41,12 @@ KINDS = ("chat", "summary", "edit", "code", "json", "translate")
 PROMPTS = [f"prompt {n}" for n in range(8)]
 NUMBERS = {"tokens_per_s": 9.0, "tokens": 96, "steps": 48, "drafted": 96, "accepted": 48}
 NUMBERS |= {"ms_draft": 1.0, "ms_verify": 9.0, "ms_other": 0.0}
+
+
+@pytest.fixture(autouse=True)
+def weights_of_one_size(monkeypatch):
+    """Leave out float16, which is chosen by measured speed: the size of weights decides which drafters are raced."""
+    monkeypatch.setattr(packed, "has_float16_products", lambda: False)
 
 
 class SimulatedMachine:
