@@ -18,16 +18,7 @@ from specdemo.costs.shapes import HEADROOM
 from specdemo.models.cpu_threads import threads
 from specdemo.models.gguf_files import is_here
 from specdemo.models.memory import Precision, estimate_footprint, resolve_placement
-from specdemo.models.packed import (
-    FORMS,
-    PADDED_ROWS,
-    SAMPLE_BYTES,
-    WIDE_ROWS,
-    fit_float16,
-    has_float16_products,
-    layout_seconds,
-    make_linear,
-)
+from specdemo.models.packed import PADDED_ROWS, SAMPLE_BYTES, WIDE_ROWS, layout_seconds, make_linear, possible_forms
 from specdemo.models.ref import ModelRef
 from specdemo.models.sources import PICKLED, LoadProgress, Repository, fetch_config, locate, no_progress, read_config
 
@@ -86,7 +77,7 @@ def faster_precision(folder: Path, precision: Precision, padded: bool) -> tuple[
     one, wide = {}, {}
     for dtype in DTYPES:
         linears = [make_linear(matrix.to(dtype), None) for matrix in matrices]
-        forms = FORMS if has_float16_products() and fit_float16(linears) else FORMS[:1]
+        forms = possible_forms(linears)
         with torch.no_grad(), threads(1):  # whose CPU time does not include other programs
             seconds = layout_seconds(linears, ROWS, forms)
         rows = {("packed", PADDED_ROWS)}

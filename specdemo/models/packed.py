@@ -312,12 +312,8 @@ def faster_parts(module: nn.Module, layout: Layout, head: nn.Linear | None = Non
     """Return the function that gives the faster replacement of a part of a module, or the part itself: linear layers
     and the experts of a layer in a layout, and norms. head: the output head, which is packed with the others."""
     linears = ([] if head is None else [head]) + [part for part in module.modules() if type(part) is nn.Linear]
-    packed = dict(zip(linears, pack_linears(linears, layout, head), strict=True))
-    return lambda part: packed[part] if part in packed else _faster_part(part, layout)
-
-
-def _faster_part(part: nn.Module, layout: Layout) -> nn.Module:
-    return FastExperts(part, layout) if has_experts(part) else fast_norm(part)
+    packed: dict[nn.Module, nn.Module] = dict(zip(linears, pack_linears(linears, layout, head), strict=True))
+    return lambda part: packed.get(part) or (FastExperts(part, layout) if has_experts(part) else fast_norm(part))
 
 
 def pack_linears(linears: Sequence[nn.Linear], layout: Layout, head: nn.Linear | None = None) -> Sequence[nn.Module]:
@@ -451,8 +447,7 @@ def choose_layout(linears: Sequence[nn.Linear], free_bytes: int = 0) -> Layout:
     if len({weight.dtype for weight in weights}) > 1 or weights[0].dtype not in (torch.float32, torch.bfloat16):
         return PLAIN
     sample = _sample(linears)
-    forms = FORMS if has_float16_products() and fit_float16(sample) else FORMS[:1]
-    layout = _known_layout(linears, sample, forms, free_bytes)
+    layout = _known_layout(linears, sample, possible_forms(sample), free_bytes)
     if layout.wide == "float16" and not fit_float16(linears):
         layout = _known_layout(linears, sample, FORMS[:1], free_bytes)
     return layout
@@ -495,6 +490,11 @@ def float16_rows_agree() -> bool:
     with torch.no_grad():
         layer = PackedLinear(make_linear(weight, None), Layout("float16"))
         return all(torch.equal(layer(rows[:count]), layer(rows)[:count]) for count in range(1, outputs))
+
+
+def possible_forms(linears: Sequence[nn.Linear]) -> Sequence[str]:
+    """Return those of `FORMS` that may hold these weights on this machine."""
+    return FORMS if has_float16_products() and fit_float16(linears) else FORMS[:1]
 
 
 def fit_float16(linears: Sequence[nn.Linear]) -> bool:
